@@ -1,0 +1,34 @@
+# Needs python3 (or PYTHON=...) and nothing else. `make demo` is the place to start.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.installed-examples
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed-examples
+	$(BIN)/python benchmarks/throughput.py
+
+clean:
+	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each of the project's extras, so that an install is done again only when its inputs change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

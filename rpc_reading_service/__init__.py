@@ -1,0 +1,72 @@
+"""Run the DataPipe graph of a torchdata ``DataLoader2`` on remote workers and feed its batches back.
+
+    from rpc_reading_service import RPCReadingService
+    loader = DataLoader2(pipe, reading_service=RPCReadingService(workers=["cpu1:5555", "cpu2:5555"]))
+
+Importing the package is cheap: torch and torchdata are loaded with the first use of a public name, so that the
+daemon, which needs neither, stays small.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rpc_reading_service.errors import (
+        AddressError,
+        BatchError,
+        ClosedError,
+        ConnectError,
+        GraphError,
+        GraphPickleError,
+        RPCReadingError,
+        SlotsError,
+        StreamError,
+        VersionError,
+        WorkerError,
+        WorkerLostError,
+        WorkerTimeoutError,
+    )
+    from rpc_reading_service.reading_service import RPCReadingService
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AddressError",
+    "BatchError",
+    "ClosedError",
+    "ConnectError",
+    "GraphError",
+    "GraphPickleError",
+    "RPCReadingError",
+    "RPCReadingService",
+    "SlotsError",
+    "StreamError",
+    "VersionError",
+    "WorkerError",
+    "WorkerLostError",
+    "WorkerTimeoutError",
+]
+
+
+def _check_torchdata(version: str) -> None:
+    """torchdata removed DataLoader2 and its DataPipes in 0.10: say so before anything fails deep inside."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < (0, 8) or (major, minor) >= (0, 10):
+        raise ImportError(
+            f"rpc_reading_service needs torchdata 0.8 or 0.9, which have DataLoader2, but torchdata {version} is "
+            "installed: pip install 'torchdata>=0.8,<0.10'"
+        )
+
+
+_check_torchdata(metadata.version("torchdata"))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "reading_service" if name == "RPCReadingService" else "errors"
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

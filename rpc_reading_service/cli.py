@@ -1,0 +1,88 @@
+"""The command line of ``rpc-reading-worker``: parses, calls, maps errors to exit codes."""
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import click
+
+from rpc_reading_service import __version__
+from rpc_reading_service.daemon import Daemon, DaemonOptions
+
+EXIT_CANNOT_START = 2
+"""The port is taken, the host is not this machine's, or no worker process can be started."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class PortRange(click.ParamType):
+    """``LO-HI``, both included."""
+
+    name = "lo-hi"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        low, dash, high = str(value).partition("-")
+        if not (dash and low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high) <= 65535):
+            self.fail(f"{value!r} is not a range of ports such as 6000-6015", param, ctx)
+        return range(int(low), int(high) + 1)
+
+
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
+@click.option("--host", default="127.0.0.1", help="Address to listen on; only this machine can reach the default.")
+@click.option("--port", default=5555, type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.")
+@click.option("--slots", type=click.IntRange(1, 4096), help="Workers that may run at once.  [default: one per core]")
+@click.option("--data-ports", type=PortRange(), help="Ports for the workers' batches.  [default: any free ones]")
+@click.option(
+    "--log-level",
+    default="warning",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    help="What to log on stderr.",
+)
+@click.option("--lifeline", type=int, hidden=True, help="Descriptor of a socket to the process that started us.")
+@click.version_option(__version__)
+@click.pass_context
+def main(
+    context: click.Context,
+    host: str,
+    port: int,
+    slots: int | None,
+    data_ports: range | None,
+    log_level: str,
+    lifeline: int | None,
+) -> None:
+    """Run DataPipe graphs of training processes that connect here.
+
+    Prints one line when it is ready, and serves until SIGTERM or Ctrl-C.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    logging.basicConfig(format=LOG_FORMAT, level=log_level.upper(), stream=sys.stderr)
+    slots = slots or len(os.sched_getaffinity(0))
+    if data_ports is not None and len(data_ports) < slots:
+        raise click.UsageError(f"--data-ports has {len(data_ports)} ports, but {slots} slots need one each")
+    options = DaemonOptions(host, port, slots, data_ports or (0,))
+    sys.exit(serve(options, socket.socket(fileno=lifeline) if lifeline is not None else None))
+
+
+def serve(options: DaemonOptions, lifeline: socket.socket | None) -> int:
+    """Run a daemon; returns the exit code."""
+    try:
+        daemon = Daemon(options, lifeline)
+    except OSError as error:
+        click.echo(f"rpc-reading-worker: {error.strerror or error}", err=True)
+        return EXIT_CANNOT_START
+    try:
+        daemon.warm_up()
+        ready = f"rpc-reading-worker ready on {daemon.address}, {options.slots} slot{'s' * (options.slots != 1)}"
+        click.echo(ready)
+        sys.stdout.flush()
+        if lifeline is not None:
+            lifeline.sendall(ready.encode() + b"\n")
+        return daemon.run()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        click.echo(f"rpc-reading-worker: {error}", err=True)
+        return EXIT_CANNOT_START
+    finally:
+        daemon.close()

@@ -1,0 +1,595 @@
+"""The training process's end of a session; knows nothing of torchdata.
+
+Two threads. The I/O thread owns every socket: it feeds what arrives to ``protocol`` and ``merge`` and carries out the
+actions that come out. The thread of the training loop takes batches from ``merge`` and decodes them. Both pure objects
+are guarded by one lock; what they decide under it is carried out outside it.
+
+    training loop    next() -> merge.next -> codec.decode -> the user's batch
+                       |  waits on the condition; credit: a note to protocol, and a wake
+    I/O thread       poll -> receive into fresh memory -> merge.add -> notify; protocol.receive; protocol.tick
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from rpc_reading_service import buffers, codec, messages, protocol, transport
+from rpc_reading_service.errors import (
+    ClosedError,
+    ConnectError,
+    RPCReadingError,
+    StreamError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from rpc_reading_service.merge import Entry, Merge, Signal
+from rpc_reading_service.messages import (
+    CHUNK_BYTES,
+    AskStack,
+    Batches,
+    Chunk,
+    EndOfShard,
+    FromDaemon,
+    FromWorkerData,
+    Large,
+    Limit,
+    Opened,
+    Pause,
+    Resume,
+    ShardError,
+    Stack,
+)
+from rpc_reading_service.transport import Deadline
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER_S = 30.0
+"""A wait that lasts longer is logged: who is waited for, and what it is doing."""
+
+CLOSE_S = 5.0
+"""How long ``close`` waits for the daemons to confirm that the workers are gone."""
+
+STACK_S = 2.0
+"""How long a wait that is about to complain waits for the worker's stack."""
+
+TICK_S = 0.5
+MESSAGES_PER_TURN = 256
+"""Data messages received before control messages get their turn."""
+
+
+class Client:
+    """One session.
+
+    Args:
+        addresses: of the daemons, checked
+        options: see ``protocol.SessionOptions``
+        in_order: see ``merge.Merge``
+    """
+
+    def __init__(self, addresses: Sequence[str], options: protocol.SessionOptions, in_order: bool) -> None:
+        self._options = options
+        self._in_order = in_order
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._session = protocol.ClientSession(addresses, options, self._progress)
+        self._merge = Merge(0, in_order)
+        self._meters: list[protocol.CreditMeter] = []
+        self._reported: list[int] = []
+        self._stacks: dict[int, Stack] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self._last_arrival = 0.0
+        self._waker = transport.Waker()
+        self._io = _IOThread(self)
+
+    def __repr__(self) -> str:
+        return f"<Client {self._session!r} {self._merge!r}>"
+
+    # Open.
+
+    def open(self) -> None:
+        """Connect, hold slots, start the workers.
+
+        Raises:
+            ConnectError, VersionError, SlotsError, AddressError: see ``errors``
+            Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there
+        """
+        with self._changed:
+            self._session.open(time.monotonic())
+        self._io.start()
+        deadline = Deadline(self._options.timeout)
+        with self._changed:
+            self._wait(lambda: self._session.ready, deadline, self._opening)
+
+    @property
+    def num_workers(self) -> int:
+        """Shards of the session; 0 before it is open."""
+        return self._merge.num_workers
+
+    def _opening(self) -> str:
+        starting = [str(w) for w in self._session.workers if w.state is protocol.WorkerState.STARTING]
+        silent = [a for a, link in self._session.links.items() if link.state is protocol.LinkState.GREETING]
+        return f"waiting for {', '.join(starting or silent or self._session.links)} to be ready"
+
+    def workers_known(self, total: int) -> None:
+        """The number of shards is known: called by the I/O thread with the lock held, before any of them can send."""
+        if self._merge.num_workers == total:
+            return
+        self._merge = Merge(total, self._in_order)
+        budget = max(1, self._options.prefetch_bytes // total)
+        self._meters = [protocol.CreditMeter(budget) for _ in range(total)]
+        self._reported = [0] * total
+
+    def _progress(self, worker: int) -> tuple[int, int]:
+        if worker >= self._merge.num_workers:
+            return 0, 0
+        return self._merge.received[worker], self._merge.consumed[worker]
+
+    # Use.
+
+    def start_epoch(self, seeds: Sequence[bytes]) -> None:
+        """Abandon the running epoch and begin the next, each shard with its own pickled seeds."""
+        with self._changed:
+            self._check_usable()
+            now = time.monotonic()
+            epoch = self._session.start_epoch(seeds, now)
+            self._merge.begin_epoch(epoch)
+            self._reported = [0] * self._merge.num_workers
+            self._session.begin_shards(now)
+            self._last_arrival = now
+            self._changed.notify_all()
+        self._waker.wake()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch; 0 before the first."""
+        return self._session.epoch
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: the epoch is over
+            Exception: what user code raised in a worker
+            WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
+        """
+        with self._changed:
+            self._check_usable()
+            item = self._merge.next()
+            if item is Signal.PENDING:
+                item = self._wait_for_item()
+            if isinstance(item, Signal):
+                raise StopIteration
+            worker, entry = item
+            owes_credit = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
+            if owes_credit:
+                self._give_credit(worker)
+        if owes_credit:
+            self._waker.wake()
+        if isinstance(entry, Entry):
+            return codec.decode(entry.header, entry.buffers)
+        raise codec.decode_error(entry.payload, self._where(worker))
+
+    def _where(self, worker: int) -> str:
+        known = self._session.workers[worker]
+        return f"in worker process {worker} on {known.address} (pid {known.pid})"
+
+    def _wait_for_item(self) -> Any:
+        epoch = self._session.epoch
+        self._report_consumption()
+
+        def arrived() -> bool:
+            if self._session.epoch != epoch:
+                raise RPCReadingError("the next epoch was started while a batch of this one was waited for")
+            self._found = self._merge.next()
+            return self._found is not Signal.PENDING
+
+        self._wait(arrived, None, self._waiting_for_batch)
+        return self._found
+
+    def _report_consumption(self) -> None:
+        """Whoever is waited for must know of all the room that it has."""
+        behind = [w for w in self._merge.unfinished if self._reported[w] != self._merge.consumed[w]]
+        for worker in behind:
+            self._give_credit(worker)
+        if behind:
+            self._waker.wake()
+
+    def _give_credit(self, worker: int) -> None:
+        self._reported[worker] = self._merge.consumed[worker]
+        self._session.credit(worker, self._reported[worker])
+
+    def pause(self, pause_fn: bytes) -> None:
+        """Every worker stops producing, once it has finished the batch it is at."""
+        self._request(Pause, pause_fn)
+
+    def resume(self, resume_fn: bytes) -> None:
+        """Every worker goes on."""
+        self._request(Resume, resume_fn)
+
+    def limit(self, num_batches: int | None, limit_fn: bytes) -> None:
+        """Every worker applies the function to its graph."""
+        self._request(Limit, limit_fn, num_batches)
+
+    def _request(self, kind: type[Pause | Resume | Limit], function: bytes, num_batches: int | None = None) -> None:
+        with self._changed:
+            self._check_usable()
+            request = self._session.request(kind, function, time.monotonic(), num_batches)
+            self._waker.wake()
+            name = kind.__name__.lower()
+            self._wait(
+                lambda: not self._session.request_waits_for(request),
+                None,
+                lambda: f"waiting for {self._describe(sorted(self._session.request_waits_for(request)))} to {name}",
+            )
+            error = self._session.request_error(request)
+        if error:
+            raise codec.decode_error(error, f"in a worker process, in its {name} function")
+
+    # Waiting: every wait has a deadline and a name.
+
+    def _wait(self, done: Callable[[], bool], deadline: Deadline | None, name: Callable[[], str]) -> None:
+        """Wait, with the lock held, until ``done()``; without a deadline, until nothing has arrived for ``timeout``."""
+        started = time.monotonic()
+        self._last_arrival = max(self._last_arrival, started)
+        warn_at = started + WARN_AFTER_S
+        while not done():
+            self._raise_error()
+            now = time.monotonic()
+            if now >= warn_at:
+                warn_at = now + WARN_AFTER_S
+                logger.warning("%s, for %.0f s now", self._with_stacks(name), now - started)
+            if self._out_of_time(deadline, now):
+                text = self._with_stacks(name)
+                raise WorkerTimeoutError(f"{text}: gave up after timeout={self._options.timeout:g} s")
+            self._changed.wait(min(1.0, warn_at - now))
+
+    def _out_of_time(self, deadline: Deadline | None, now: float) -> bool:
+        if deadline is not None:
+            return deadline.expired
+        timeout = self._options.timeout
+        return timeout is not None and now - self._last_arrival >= timeout
+
+    def _waiting_for_batch(self) -> str:
+        return f"waiting for a batch from {self._describe(self._merge.awaited)}"
+
+    def _describe(self, workers: Sequence[int]) -> str:
+        texts = []
+        for worker in workers:
+            known, stack = self._session.workers[worker], self._stacks.get(worker)
+            doing = known.last_loss and f", which was lost ({known.last_loss})"
+            if known.state is not protocol.WorkerState.VACANT:
+                doing = f", {known.state.value}"
+                if stack is not None:
+                    doing = f", busy {stack.busy_s:.0f} s in {stack.where}" if stack.busy_s else f", at {stack.where}"
+            texts.append(f"worker {worker} on {known.address}{doing}")
+        return "; ".join(texts) or "the workers"
+
+    def _with_stacks(self, name: Callable[[], str]) -> str:
+        """The wait's name, once the workers concerned have said what they are doing, or have not for ``STACK_S``."""
+        asked = {w.worker for w in self._session.workers if w.state is not protocol.WorkerState.VACANT and w.pid}
+        self._stacks.clear()
+        for worker in asked:
+            known = self._session.workers[worker]
+            message = AskStack(self._options.session, worker, known.attempt)
+            self._session.tell(known.address, message)
+        self._waker.wake()
+        deadline = Deadline(STACK_S)
+        while not asked <= self._stacks.keys() and not deadline.expired and self._error is None:
+            self._changed.wait(deadline.remaining())
+        return name()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this session belongs to process {self._pid}, of which this one ({os.getpid()}) is a fork; create a "
+                "DataLoader2 in the process that reads it"
+            )
+        if self._closed:
+            raise ClosedError("the reading service has been finalized")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # Close.
+
+    def close(self) -> None:
+        """End the workers and wait until they are gone; safe at any time, from any thread, and twice."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        with self._changed:
+            self._closed = True
+            self._session.close(time.monotonic())
+            self._changed.notify_all()
+        self._waker.wake()
+        self._io.join(CLOSE_S + 1.0)
+        self._waker.close()
+
+    # For the I/O thread, with the lock held.
+
+    @property
+    def lock(self) -> threading.Condition:
+        return self._changed
+
+    @property
+    def session(self) -> protocol.ClientSession:
+        return self._session
+
+    @property
+    def merge(self) -> Merge:
+        return self._merge
+
+    @property
+    def waker(self) -> transport.Waker:
+        return self._waker
+
+    def fail(self, error: BaseException) -> None:
+        """The session cannot go on: whoever waits, or comes next, is told."""
+        if self._error is None and not self._closed:
+            logger.debug("! %s", error)
+            self._error = error
+        self._changed.notify_all()
+
+    def arrived(self) -> None:
+        """Something came from a worker."""
+        self._last_arrival = time.monotonic()
+        self._changed.notify_all()
+
+    def stack(self, stack: Stack) -> None:
+        """A worker said what it is doing."""
+        self._stacks[stack.worker] = stack
+        self._changed.notify_all()
+
+
+class _IOThread:
+    """Owns the sockets of a client, from ``start`` until the session is closed."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._context = transport.Context()
+        self._poller = transport.Poller()
+        self._dealers: dict[str, transport.Dealer] = {}
+        self._endpoints: dict[tuple[int, int], str] = {}
+        self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
+        self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait until the sockets are closed; a thread that never ran has opened none."""
+        if self._thread.ident is None:
+            self._context.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._pull = self._context.pull()
+            self._poller.watch(self._pull.raw)
+            self._poller.watch(self._client.waker.raw)
+            for address in self._client.session.links:
+                self._connect(address)
+            while not self._done():
+                self._step()
+        except Exception as error:  # anything else would leave the training loop waiting for ever
+            if not isinstance(error, RPCReadingError):
+                logger.exception("! the client's I/O thread failed")
+            with self._client.lock:
+                self._client.fail(error)
+        finally:
+            self._context.close()
+
+    def _done(self) -> bool:
+        with self._client.lock:
+            session = self._client.session
+            if not session.closed:
+                return False
+            return session.over or time.monotonic() > session.closed_at + CLOSE_S
+
+    def _step(self) -> None:
+        with self._client.lock:
+            self._client.session.tick(time.monotonic())
+            actions = self._client.session.take_actions()
+        for action in actions:
+            self._act(action)
+        ready = self._poller.wait(TICK_S)
+        self._client.waker.clear()
+        if self._pull.raw in ready:
+            self._receive_data()
+        for dealer in list(self._dealers.values()):
+            if dealer.raw in ready or dealer.raw_monitor in ready:
+                self._receive_control(dealer)
+
+    # Actions.
+
+    def _act(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Send():
+                frames: list[transport.Frame] = [messages.encode(action.message)]
+                if action.payload is not None:
+                    frames.append(action.payload)
+                self._dealers[action.address].send(frames)
+            case protocol.ConnectData():
+                endpoint = self._pull.connect(action.address, action.port)
+                self._endpoints[action.worker, action.attempt] = endpoint
+            case protocol.DisconnectData():
+                self._disconnect(action.worker, action.attempt)
+            case protocol.Reconnect():
+                self._forget(action.address)
+                self._connect(action.address)
+            case _:
+                with self._client.lock:
+                    self._conclude(action)
+
+    def _conclude(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Drop():
+                self._client.merge.end(action.worker)
+                logger.warning("going on without the rest of shard %d: %s", action.worker, action.reason)
+                self._client.arrived()
+            case protocol.Fail():
+                self._client.fail(action.error)
+            case protocol.FailRemotely():
+                self._client.fail(remote_error(action))
+            case protocol.FailToConnect():
+                reasons = [f"{address}: {transport.diagnose(address)}" for address in action.addresses]
+                text = f"no answer within connect_timeout={self._client._options.connect_timeout:g} s from "
+                self._client.fail(ConnectError(text + "; ".join(reasons)))
+
+    def _connect(self, address: str) -> None:
+        dealer = self._dealers[address] = self._context.dealer(address)
+        self._poller.watch(dealer.raw)
+        self._poller.watch(dealer.raw_monitor)
+
+    def _forget(self, address: str) -> None:
+        dealer = self._dealers.pop(address)
+        self._poller.forget(dealer.raw)
+        self._poller.forget(dealer.raw_monitor)
+        dealer.close()
+
+    def _disconnect(self, worker: int, attempt: int) -> None:
+        endpoint = self._endpoints.pop((worker, attempt), None)
+        self._assemblies.pop(worker, None)
+        if endpoint is not None:
+            self._pull.disconnect(endpoint)
+
+    # Control messages.
+
+    def _receive_control(self, dealer: transport.Dealer) -> None:
+        now = time.monotonic()
+        for frames in dealer.receive_all():
+            try:
+                message = messages.decode(frames[0], FromDaemon)
+            except msgspec.DecodeError as error:
+                logger.warning("! %s sent something that is no message of ours: %s", dealer.address, error)
+                continue
+            logger.debug("< %s", message)
+            with self._client.lock:
+                self._client.session.receive(dealer.address, message, frames[1] if len(frames) > 1 else None, now)
+                if isinstance(message, Stack):
+                    self._client.stack(message)
+                if self._client.session.workers:
+                    self._client.workers_known(len(self._client.session.workers))
+                self._client.lock.notify_all()
+        if dealer.dropped():
+            with self._client.lock:
+                self._client.session.link_dropped(dealer.address, now)
+
+    # Data messages.
+
+    def _receive_data(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            frame = self._pull.receive()
+            if frame is None:
+                return
+            try:
+                header = messages.decode(frame, FromWorkerData)
+                self._take_in(header)
+            except (msgspec.DecodeError, StreamError) as error:
+                logger.warning("! a data message was dropped: %s", error)
+            finally:
+                self._pull.skip()
+
+    def _take_in(self, header: Any) -> None:
+        now = time.monotonic()
+        with self._client.lock:
+            if header.session != self._client.session.options.session:
+                return
+            if isinstance(header, Opened):
+                self._client.merge.restart(header.worker, header.attempt)
+                self._client.session.data_opened(header.worker, header.attempt, now)
+                self._client.arrived()
+                return
+            try:
+                if not self._client.merge.accepts(header):
+                    return
+            except StreamError as error:
+                self._client.session.break_off(header.worker, header.attempt, str(error), now)
+                raise
+        match header:
+            case Batches():
+                self._batches(header)
+            case Large():
+                self._assemblies[header.worker] = (header, buffers.Assembly(header.sizes))
+            case Chunk():
+                self._chunk(header)
+            case EndOfShard() | ShardError():
+                self._end(header)
+
+    def _batches(self, header: Batches) -> None:
+        body = memoryview(self._pull.receive_frame())
+        entries, start = [], 0
+        for header_size, *sizes in header.sizes:
+            parts = [self._buffer(size) for size in sizes]
+            codec_header = body[start : start + header_size]
+            entries.append(Entry(codec_header, parts, protocol.weight((header_size, *sizes))))
+            start += header_size
+        self._add(header, entries)
+
+    def _buffer(self, size: int) -> Any:
+        buffer = buffers.allocate(size)
+        if not self._pull.more or self._pull.receive_into(buffer) != size:
+            raise StreamError("a buffer has not the size that was announced")
+        return buffer
+
+    def _chunk(self, chunk: Chunk) -> None:
+        large, assembly = self._assemblies.get(chunk.worker, (None, None))
+        if large is None or assembly is None or _stream(large) != _stream(chunk):
+            return
+        place = assembly.place(chunk.part, chunk.offset)
+        size = self._pull.receive_into(place[:CHUNK_BYTES]) if place is not None and self._pull.more else 0
+        if place is None or not 0 < size <= place.nbytes:
+            del self._assemblies[chunk.worker]
+            raise StreamError(f"worker {chunk.worker}: a piece of a batch is missing or has the wrong size")
+        assembly.filled(chunk.part, size)
+        with self._client.lock:
+            self._client.arrived()
+        if assembly.complete:
+            del self._assemblies[chunk.worker]
+            header, *parts = assembly.parts
+            self._add(large, [Entry(memoryview(header), parts, protocol.weight(large.sizes))])
+
+    def _add(self, header: Batches | Large, entries: Sequence[Entry]) -> None:
+        with self._client.lock:
+            if self._client.merge.accepts(header):  # the epoch may have changed meanwhile
+                self._client.merge.add(header.worker, entries)
+                self._client.arrived()
+
+    def _end(self, header: EndOfShard | ShardError) -> None:
+        body = self._pull.receive_frame() if self._pull.more else b""
+        with self._client.lock:
+            if not self._client.merge.accepts(header):
+                return
+            if isinstance(header, ShardError):
+                self._client.merge.fail(header.worker, body)
+            else:
+                self._client.merge.end(header.worker)
+            self._client.session.shard_ended(header.worker, time.monotonic())
+            self._client.arrived()
+
+
+def _stream(header: Large | Chunk) -> tuple[int, int, int]:
+    return header.attempt, header.epoch, header.seq
+
+
+def remote_error(action: protocol.FailRemotely) -> BaseException:
+    """The exception that user code raised while a worker was set up; a missing module comes with the remedy."""
+    error = codec.decode_error(action.payload, action.where)
+    if not action.missing:
+        return error
+    top = action.missing.partition(".")[0]
+    text = (
+        f"{action.address} has no module {action.missing!r}, which the graph needs: install it there, start "
+        f"rpc-reading-worker with it on PYTHONPATH, or send it along with pickle_by_value=({top!r},)"
+    )
+    missing = ModuleNotFoundError(text, name=action.missing)
+    missing.__cause__ = error if isinstance(error, Exception) else WorkerError(str(error))
+    return missing

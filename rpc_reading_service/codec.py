@@ -1,0 +1,669 @@
+"""A batch as bytes and back: one small header, and the large buffers beside it.
+
+    Encoded.header    a pickle (protocol 5) of the batch's structure, with every buffer under INLINE_LIMIT inside it
+    Encoded.buffers   the other buffers, in the order in which the header asks for them: the sender's memory
+
+Pickle gives what the user put there back as he put it there: any type, identity within a batch, the classes' own
+reducers. It is slow at one thing only, the bytes of tensors and arrays, so those alone are taken out of it: a dense
+tensor or array becomes (buffer, dtype, shape, strides), where the buffer is the span of memory that its elements fill.
+No buffer of INLINE_LIMIT or more is copied here, on either side, unless its elements do not lie densely.
+
+A class that travelled to the worker by value (from ``__main__``, or local to a function) travels back as its
+cloudpickle identity, so that the training process gets its own class and not a copy; that is why the pickler builds
+on cloudpickle's.
+
+The decoded tensors and arrays look straight at the buffers given to ``decode`` and keep them alive: these must be
+writable, belong to nobody else, and should start at a multiple of 64 bytes, as torch's own allocations do.
+``bytes`` and ``str`` stay in the header whatever their size, at the price of one copy: out of band they would come
+back as another type.
+
+An exception travels as text, plus whatever of its type and attributes can be pickled; see ``encode_error``.
+"""
+
+import contextlib
+import dataclasses
+import io
+import pickle
+import reprlib
+import traceback
+import types
+import warnings
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import cloudpickle
+import msgspec
+import numpy as np
+import torch
+from cloudpickle import cloudpickle as _cloudpickle
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+from rpc_reading_service.errors import BatchError, StreamError, WorkerError
+
+PICKLE_PROTOCOL = 5
+
+INLINE_LIMIT = 4096
+"""Bytes from which a buffer leaves the header: a frame of its own costs some microseconds, copying 4 KiB under one."""
+
+_Reduced = Any  # what a pickle reducer returns: a tuple, or NotImplemented for "as you would have done"
+
+# One row a dtype: its name in torch, and the dtype of the same width as which numpy can see its memory. The code on the
+# wire is the row's number: only ever append. A row that this torch does not know is left out of the two tables below.
+_DTYPES = (
+    ("bool", "bool"),
+    ("uint8", "uint8"),
+    ("int8", "int8"),
+    ("int16", "int16"),
+    ("int32", "int32"),
+    ("int64", "int64"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("complex64", "complex64"),
+    ("complex128", "complex128"),
+    ("bfloat16", "int16"),
+    ("complex32", "int32"),
+    ("uint16", "uint16"),
+    ("uint32", "uint32"),
+    ("uint64", "uint64"),
+    ("float8_e4m3fn", "uint8"),
+    ("float8_e4m3fnuz", "uint8"),
+    ("float8_e5m2", "uint8"),
+    ("float8_e5m2fnuz", "uint8"),
+    ("float8_e8m0fnu", "uint8"),
+    ("float4_e2m1fn_x2", "uint8"),
+    ("bits8", "uint8"),
+    ("bits16", "int16"),
+    ("bits1x8", "uint8"),
+    ("bits2x4", "uint8"),
+    ("bits4x2", "uint8"),
+)
+_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, (name, _) in enumerate(_DTYPES) if hasattr(torch, name)
+}
+_TORCH_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
+_NUMPY_DTYPES = [np.dtype(seen_as) for _, seen_as in _DTYPES]
+_CARRIERS: dict[int, torch.dtype] = {
+    code: getattr(torch, seen_as) for code, (name, seen_as) in enumerate(_DTYPES) if name != seen_as
+}
+
+# Array dtypes that travel as a short string, which pickles ten times as fast as the dtype itself.
+_PLAIN_ARRAYS: dict[np.dtype[Any], str] = {
+    np.dtype(code): code
+    for code in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
+}
+
+_SCALARS = frozenset((int, float, str, bytes, bool, type(None)))
+
+
+class Encoded(NamedTuple):
+    """A batch ready for the wire."""
+
+    header: bytes
+    """The pickle that ``decode`` reads."""
+    buffers: list[memoryview]
+    """Contiguous views of format ``B``; each keeps alive the tensor or array whose memory it shows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move: header and buffers."""
+        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+class Encoder:
+    """Encodes batches one at a time; not for use by two threads at once."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._buffers: list[memoryview] = []
+        sink = types.SimpleNamespace(write=self._chunks.append)  # the pickler hands over whole chunks: no file needed
+        self._pickler = _Pickler(sink, PICKLE_PROTOCOL, self._keep_in_band)
+
+    def encode(self, batch: Any) -> Encoded:
+        """Return header and buffers of ``batch``, which share its memory.
+
+        Raises BatchError for what cannot be pickled. Other exceptions of the batch's own ``__reduce__`` or
+        ``__getstate__``, such as the OSError of a truncated image that is read only now, are raised as they are.
+        """
+        if type(batch) in _SCALARS:
+            return Encoded(pickle.dumps(batch, PICKLE_PROTOCOL), [])
+        try:
+            return self._dump(batch)
+        except (pickle.PicklingError, TypeError, AttributeError) as cause:
+            if not _is_about_pickling(cause):
+                raise
+            raise self._refusal(batch, cause) from cause
+
+    def _dump(self, batch: Any) -> Encoded:
+        buffers = self._buffers = []
+        try:
+            self._pickler.dump(batch)
+            return Encoded(b"".join(self._chunks), buffers)
+        finally:
+            self._buffers = []  # keep nothing of the batch alive
+            self._chunks.clear()
+            self._pickler.clear_memo()
+            self._pickler.globals_ref.clear()
+
+    def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < INLINE_LIMIT:
+            return True
+        self._buffers.append(raw)
+        return False
+
+    def _refusal(self, batch: Any, cause: Exception) -> BatchError:
+        """Say what in ``batch`` cannot be pickled, where it is, why, and what to do."""
+        path, culprit, cause = self._find_culprit(batch, cause)
+        what, why = _name_of(type(culprit)), str(cause).rstrip(".")
+        return BatchError(f"{path} ({what}) cannot be pickled for the training process: {why}; {_remedy_for(cause)}.")
+
+    def _find_culprit(self, batch: Any, cause: Exception) -> tuple[str, Any, Exception]:
+        """Walk down to the innermost part of ``batch`` that fails when it is encoded alone."""
+        path, culprit, seen = "batch", batch, {id(batch)}
+        step = None if isinstance(cause.__cause__, RecursionError) else self._first_failing(batch, seen)
+        while step is not None:
+            suffix, culprit, cause = step
+            path += suffix
+            seen.add(id(culprit))
+            step = self._first_failing(culprit, seen)
+        return path, culprit, cause
+
+    def _first_failing(self, value: Any, seen: set[int]) -> tuple[str, Any, Exception] | None:
+        for suffix, child in _children(value):
+            if id(child) not in seen and (failure := self._failure(child)) is not None:
+                return suffix, child, failure
+        return None
+
+    def _failure(self, value: Any) -> Exception | None:
+        try:
+            self._dump(value)
+        except Exception as failure:
+            return failure if _is_about_pickling(failure) else None
+        return None
+
+
+def decode(header: bytes | bytearray | memoryview, buffers: Sequence[bytearray | memoryview]) -> Any:
+    """Return the batch; its tensors and arrays show and own ``buffers``, which must be writable and are not copied."""
+    return pickle.loads(header, buffers=buffers)
+
+
+# --------------------------------------------------------------------------------------------------- pickling
+
+
+class _UnsendableError(pickle.PicklingError):
+    """Something that pickle might take but that must not travel; ``remedy`` says what to do instead."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+def _refuse_file(file: io.TextIOWrapper) -> _Reduced:
+    """Without this, cloudpickle would read the whole file and send its text in a StringIO."""
+    raise _UnsendableError(f"cannot pickle an open file, {file!r}", "read it in the graph, or yield its path")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's pickler with our own way of taking tensors, arrays, classes and functions."""
+
+    dispatch_table: ClassVar[Mapping[type, Any]] = ChainMap(
+        {io.TextIOWrapper: _refuse_file}, cloudpickle.Pickler.dispatch_table
+    )
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._classes: weakref.WeakKeyDictionary[type, _Reduced] = weakref.WeakKeyDictionary()
+
+    def reducer_override(self, value: Any) -> _Reduced:
+        """Called by the C pickler for everything except the built-in types that it writes by itself."""
+        kind = type(value)
+        if kind is torch.Tensor:
+            return _reduce_tensor(value)
+        if kind is np.ndarray:
+            return _reduce_array(value)
+        if kind is types.FunctionType:
+            return NotImplemented if value.__module__ == __name__ else self._reduce_function(value)
+        if issubclass(kind, type):
+            return self._reduce_class(value)
+        if issubclass(kind, torch.Tensor):
+            return _reduce_tensor_subclass(value)
+        if kind is np.memmap:
+            return _reduce_memmap(value)
+        return NotImplemented
+
+    def _reduce_function(self, function: types.FunctionType) -> _Reduced:
+        reduced = super().reducer_override(function)
+        if reduced is not NotImplemented and "<" in function.__qualname__:
+            raise _UnsendableError(
+                f"cannot pickle {function.__qualname__}, which cannot be imported by its name",
+                "define it at the top level of a module, or call it in the graph and yield its result",
+            )
+        return reduced
+
+    def _reduce_class(self, cls: type) -> _Reduced:
+        reduced = self._classes.get(cls)
+        if reduced is None:
+            reduced = super().reducer_override(cls)
+            if reduced is not NotImplemented and len(reduced) > 2:  # it has a state to set, so it goes by value
+                by_value = cloudpickle.dumps(cls, PICKLE_PROTOCOL)
+                reduced = _class_by_value, (_cloudpickle._get_or_create_tracker_id(cls), by_value)
+            self._classes[cls] = reduced
+        return reduced
+
+
+def _class_by_value(identity: str, by_value: bytes) -> type:
+    """Return the class that cloudpickle knows by ``identity``, else make it.
+
+    cloudpickle alone would find it too, but would then set all its attributes to what they were in the worker: methods
+    would see copies of the script's globals, and counters kept on the class would jump back with each batch.
+    """
+    known = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(identity)
+    return pickle.loads(by_value) if known is None else known  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
+    code = _CODES.get(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_nested or code is None:
+        return _reduce_special(tensor)
+    if not tensor.is_cpu:
+        raise _UnsendableError(
+            f"cannot pickle a tensor on {tensor.device}, as workers send from main memory",
+            "yield tensor.cpu(), and move it to the device in the training process",
+        )
+    if tensor.requires_grad or tensor.__dict__:
+        return _reduce_annotated(tensor, code)
+    return _tensor, _tensor_parts(tensor, code)
+
+
+def _reduce_annotated(tensor: torch.Tensor, code: int) -> _Reduced:
+    """Reduce a tensor that requires grad or has attributes of the user's on it."""
+    _refuse_graph(tensor)
+    return _annotated_tensor, (*_tensor_parts(tensor.detach(), code), tensor.requires_grad, tensor.__dict__)
+
+
+def _refuse_graph(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise _UnsendableError(
+            "cannot pickle a tensor that requires grad and is not a leaf, as its autograd graph cannot follow it",
+            "yield tensor.detach()",
+        )
+
+
+def _reduce_tensor_subclass(tensor: torch.Tensor) -> _Reduced:
+    """Do as torch does, but where it would put the whole storage into the pickle let the dense tensor travel alone."""
+    _refuse_graph(tensor)
+    reduced = _torch_reduced(tensor)
+    if reduced[0] is not _rebuild_from_type_v2 or reduced[1][0] not in _STORAGE_REBUILDERS:
+        return reduced
+    _, kind, _, state = reduced[1]
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach().as_subclass(torch.Tensor).requires_grad_(tensor.requires_grad)
+    return _rebuild_from_type_v2, (_same, kind, (plain,), state)
+
+
+_STORAGE_REBUILDERS = (_rebuild_tensor_v2, _rebuild_tensor_v3)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _torch_reduced(tensor: torch.Tensor) -> _Reduced:
+    return tensor.__reduce_ex__(PICKLE_PROTOCOL)  # type: ignore[no-untyped-call]
+
+
+def _reduce_special(tensor: torch.Tensor) -> _Reduced:
+    """Reduce a tensor that is not one dense span: its dense parts come back to ``_reduce_tensor``."""
+    _refuse_graph(tensor)
+    if tensor.layout is torch.sparse_coo:
+        plain = tensor.detach()
+        parts = plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced()
+        return _coo_tensor, (*parts, tensor.requires_grad)
+    if tensor.layout in _COMPRESSED:
+        return _compressed_tensor, (*_compressed_parts(tensor.detach()), tensor.layout, tensor.requires_grad)
+    if tensor.is_mkldnn:
+        return _mkldnn_tensor, (tensor.to_dense(),)
+    if tensor.is_quantized:
+        return _reduce_quantized(tensor)
+    return _torch_reduced(tensor)
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+
+
+def _compressed_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        outer, inner = tensor.crow_indices(), tensor.col_indices()
+    else:
+        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+    return outer, inner, tensor.values(), tuple(tensor.shape)
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> _Reduced:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_channel_affine):  # the others have no clone()
+        tensor = tensor.clone()  # torch pickles the whole storage, however small a view of it this is
+    return _quantized_tensor, tuple(_torch_reduced(tensor))
+
+
+def _tensor_parts(tensor: torch.Tensor, code: int) -> tuple[Any, int, tuple[int, ...], tuple[int, ...]]:
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    carrier = _CARRIERS.get(code)
+    array = (tensor if carrier is None else tensor.view(carrier)).numpy()
+    buffer, strides = _span(array)
+    return buffer, code, array.shape, strides
+
+
+def _tensor(buffer: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    array = _array(buffer, _NUMPY_DTYPES[code], shape, strides)
+    tensor = torch.from_numpy(array)
+    if not array.size:
+        tensor = tensor.new_empty(shape)  # numpy has no use for the strides of an empty array, and made them zero
+    return tensor.view(_TORCH_DTYPES[code]) if code in _CARRIERS else tensor
+
+
+def _annotated_tensor(
+    buffer: Any,
+    code: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> torch.Tensor:
+    tensor = _tensor(buffer, code, shape, strides).requires_grad_(requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+# The next two build what torch's own reducer would, minus its list of sparse tensors yet to be validated: only
+# torch.load ever empties that, so with pickle it keeps every batch alive.
+
+
+def _coo_tensor(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _compressed_tensor(
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=False)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _quantized_tensor(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...]) -> torch.Tensor:
+    with warnings.catch_warnings():  # torch warns of storages that it has itself put into the pickle
+        warnings.simplefilter("ignore", UserWarning)
+        return rebuild(*arguments)
+
+
+def _mkldnn_tensor(dense: torch.Tensor) -> torch.Tensor:
+    return dense.to_mkldnn()
+
+
+# ----------------------------------------------------------------------------------------------------- arrays
+
+
+def _reduce_array(array: np.ndarray[Any, Any]) -> _Reduced:
+    dtype = array.dtype
+    if dtype.hasobject or not dtype.itemsize:  # its memory holds pointers, or nothing
+        return array.__reduce_ex__(PICKLE_PROTOCOL)
+    plain = _PLAIN_ARRAYS.get(dtype) if dtype.metadata is None else None
+    buffer, strides = _span(array)
+    return _array, (buffer, plain or dtype, array.shape, strides)
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> _Reduced:
+    """Arrives as numpy's own pickle of a memmap does: of that type, but in memory."""
+    rebuild, parts = _reduce_array(array.view(np.ndarray))[:2]
+    return (_memmap, parts) if rebuild is _array else NotImplemented
+
+
+def _span(array: np.ndarray[Any, Any]) -> tuple[Any, tuple[int, ...]]:
+    """Return the memory of ``array`` as one buffer and the strides to read it with.
+
+    A dense array in whatever order of dimensions keeps it and is not copied; any other is copied into C order.
+    """
+    flat = array
+    if not array.flags.c_contiguous:
+        strides = array.strides
+        flat = array.transpose(sorted(range(array.ndim), key=strides.__getitem__, reverse=True))
+        if not flat.flags.c_contiguous:
+            flat = array = array.copy("C")
+    if flat.nbytes < INLINE_LIMIT:
+        return bytearray(flat.tobytes()), array.strides
+    return pickle.PickleBuffer(_writable(flat.reshape(-1).view(np.uint8))), array.strides
+
+
+def _writable(array: np.ndarray[Any, Any]) -> Any:
+    """Return ``array``, or a view of it that calls itself writable, so that the receiver's buffer is not locked."""
+    return array if array.flags.writeable else np.asarray(_Unlocked(array))
+
+
+class _Unlocked:
+    """Shows numpy the memory of a read-only array as writable, and keeps the array alive; nobody here writes to it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        interface = array.__array_interface__
+        self.array = array
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _array(buffer: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    if type(buffer) is not bytearray:  # of a memoryview numpy would keep only the owner, torch keeps the view as well
+        buffer = torch.frombuffer(buffer, dtype=torch.uint8).numpy()
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, 0, strides)
+    return array
+
+
+def _memmap(buffer: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.memmap[Any, Any]:
+    return _array(buffer, dtype, shape, strides).view(np.memmap)
+
+
+# --------------------------------------------------------------------------------- why something cannot be sent
+
+
+def _is_about_pickling(error: Exception) -> bool:
+    """Tell the machinery's "cannot pickle '_thread.lock' object" from a user's own TypeError in his ``__reduce__``."""
+    if isinstance(error, pickle.PicklingError):
+        return True
+    return isinstance(error, (TypeError, AttributeError)) and "pickle" in str(error).lower()
+
+
+def _remedy_for(cause: Exception) -> str:
+    if isinstance(cause, _UnsendableError):
+        return cause.remedy
+    if isinstance(cause.__cause__, RecursionError):
+        return "flatten the batch"
+    return "leave it out of the batch, or turn it into tensors, arrays or plain values in the graph"
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what ``value`` holds, each with how to write its place: ``['image']``, ``[2]``, ``.label``."""
+    if isinstance(value, dict):
+        yield from ((f"[{reprlib.repr(key)}]", child) for key, child in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", child) for name, child in zip(value._fields, value, strict=False))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", child) for index, child in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        yield from ((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
+
+
+def _name_of(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ------------------------------------------------------------------------------------------------- exceptions
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """An exception on the wire."""
+
+    name: str
+    """Name of its type."""
+    text: str
+    """Its traceback, as Python prints it."""
+    kind: bytes | None
+    """Its pickled type, if that can be pickled."""
+    original: bytes | None
+    """The pickled exception itself, if it can be pickled."""
+    attributes: dict[str, bytes]
+    """Those of its attributes that can be pickled, each on its own, so that one lock does not lose the others."""
+
+
+ERROR_PART_LIMIT = 64 * 1024
+"""Bytes or characters of each part of an exception, so that a tensor in an attribute does not swell the report."""
+
+# Attributes that live outside __dict__ and can be set on a new instance without changing its text.
+_HIDDEN_ATTRIBUTES: dict[type, tuple[str, ...]] = {OSError: ("errno",), ImportError: ("name", "path")}
+
+
+class _Verbatim(str):
+    """A text that is its own repr: KeyError prints the repr of its argument, and a traceback needs its line breaks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def encode_error(error: BaseException) -> bytes:
+    """Return ``error`` for ``decode_error``, in less than 1 MiB.
+
+    Never raises: what cannot be pickled or printed, or is too large, is left out.
+    """
+    report = _Report(
+        name=_clean(type(error).__name__),
+        text=_shortened(_clean(_traceback_of(error))),
+        kind=_pickled(type(error)),
+        original=_pickled(error),
+        attributes=_pickled_attributes(error),
+    )
+    return msgspec.msgpack.encode(report)
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as problem:
+        return f"{type(error).__name__}, whose traceback cannot be printed ({type(problem).__name__} while trying)\n"
+
+
+def _shortened(text: str) -> str:
+    """Cut out the middle of a text that is too long: where it began and what it came to matter most."""
+    half = ERROR_PART_LIMIT // 2
+    return (
+        text if len(text) <= 2 * half else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    )
+
+
+def _clean(text: str) -> str:
+    """Escape lone surrogates, as in names of files that are not UTF-8: MessagePack takes none."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _hidden_attributes(error: BaseException) -> list[str]:
+    return [name for kind, names in _HIDDEN_ATTRIBUTES.items() if isinstance(error, kind) for name in names]
+
+
+def _pickled_attributes(error: BaseException) -> dict[str, bytes]:
+    attributes = vars(error) | {name: getattr(error, name) for name in _hidden_attributes(error)}
+    pickled = {_clean(name): _pickled(value) for name, value in attributes.items() if isinstance(name, str)}
+    kept = {name: value for name, value in pickled.items() if value is not None}
+    return kept if sum(map(len, kept.values())) <= ERROR_PART_LIMIT else {}
+
+
+def _pickled(value: Any) -> bytes | None:
+    sink = io.BytesIO()
+    try:
+        _Pickler(sink, PICKLE_PROTOCOL).dump(value)
+    except Exception:  # whatever a user's __reduce__ may raise
+        return None
+    return sink.getvalue() if sink.tell() <= ERROR_PART_LIMIT else None
+
+
+def decode_error(payload: bytes, where: str) -> Exception:
+    """Return an exception of the type it had, whose text says ``where`` it was raised and shows the traceback there.
+
+    ``where`` completes "Caught ValueError ...", for example ``in worker process 0 on cpu1:5555``. The result is a
+    WorkerError when the type cannot be rebuilt here, and when raising it would end more than the caller's loop body:
+    SystemExit, KeyboardInterrupt, StopIteration and their like. Raises StreamError if ``payload`` is none of
+    ``encode_error``'s.
+    """
+    try:
+        report = msgspec.msgpack.decode(payload, type=_Report)
+    except msgspec.DecodeError as cause:
+        raise StreamError(f"An exception {where} arrived as bytes that are no exception: {cause}.") from cause
+    text = f"Caught {report.name} {where}.\nOriginal {report.text}"
+    error = None
+    with contextlib.suppress(Exception):  # whatever a user's class may raise while it is rebuilt
+        error = _rebuilt(report, text)
+    return WorkerError(text) if error is None else error
+
+
+def _rebuilt(report: _Report, text: str) -> Exception | None:
+    kind = pickle.loads(report.kind or b"")
+    if not issubclass(kind, Exception) or issubclass(kind, (StopIteration, StopAsyncIteration)):
+        return None
+    message = _Verbatim(text) if issubclass(kind, KeyError) else text
+    error = _instance(kind, message, report.original)
+    if error is not None:
+        _restore_attributes(error, report.attributes)
+        _show(error, message)
+    return error
+
+
+def _instance(kind: type[Exception], message: str, original: bytes | None) -> Exception | None:
+    """Make an instance with ``message``; else, as other arguments are wanted, the original; else one without init."""
+    makers = (lambda: kind(message), lambda: pickle.loads(original or b""), lambda: kind.__new__(kind, message))
+    for make in makers:
+        with contextlib.suppress(Exception):
+            error = make()
+            if isinstance(error, kind):
+                return error
+    return None
+
+
+def _restore_attributes(error: Exception, attributes: dict[str, bytes]) -> None:
+    hidden = _hidden_attributes(error)
+    for name, pickled in attributes.items():
+        with contextlib.suppress(Exception):  # of a class that is missing here, say: the others are still worth having
+            value = pickle.loads(pickled)
+            if name in hidden:
+                setattr(error, name, value)
+            else:
+                vars(error)[name] = value
+
+
+def _show(error: Exception, message: str) -> None:
+    """See to it that ``str(error)``, or at least its cause, shows ``message``."""
+    if message in _text_of(error):
+        return
+    error.__cause__ = WorkerError(str(message))
+    arguments = error.args
+    error.args = (message,)
+    if message not in _text_of(error):
+        error.args = arguments
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -1,0 +1,485 @@
+"""The daemon, one per machine: owns the control endpoint, counts slots, starts and watches workers.
+
+One thread, one loop. It never runs user code and never unpickles: it keeps a pickled graph as bytes in memory that its
+workers map, and relays what client and worker say to each other. A session ends when its client says so, or when the
+client's connection breaks and it is not heard again; then its workers are asked to end, terminated, killed, in turn.
+"""
+
+import contextlib
+import hashlib
+import logging
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import msgspec
+
+from rpc_reading_service import __version__, messages, protocol, transport
+from rpc_reading_service.messages import (
+    PROTOCOL_VERSION,
+    AskStack,
+    CloseSession,
+    Credit,
+    FromClient,
+    FromWorker,
+    GraphChunk,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Limit,
+    Message,
+    OpenSession,
+    Pause,
+    Refused,
+    Resume,
+    SessionClosed,
+    SessionOpened,
+    StartEpoch,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerExited,
+    WorkerFailed,
+)
+
+logger = logging.getLogger(__name__)
+
+PRELOAD = ["rpc_reading_service.worker"]
+"""Imported once, in the forkserver: with torch and torchdata in it a worker starts in 10 ms instead of 1.5 s."""
+
+WARM_UP_S = 120.0
+ASK_S = 1.0
+TERMINATE_S = 1.0
+"""How long a worker has to end when asked, and then when terminated, before it is killed."""
+
+TICK_S = 1.0
+FAREWELL_S = 0.5
+
+
+def versions() -> dict[str, str]:
+    """Of everything that has to fit on both ends, without importing any of it."""
+    packages = {name: metadata.version(name) for name in ("torch", "torchdata", "numpy")}
+    return {"python": ".".join(map(str, sys.version_info[:3])), "rpc-reading-service": __version__, **packages}
+
+
+@dataclass(frozen=True)
+class DaemonOptions:
+    """What the command line says, checked."""
+
+    host: str = "127.0.0.1"
+    port: int = 5555
+    slots: int = 1
+    data_ports: Sequence[int] = (0,)
+
+
+class StoredGraph:
+    """A pickled graph in anonymous memory: nothing is left of it when the daemon and its workers are gone."""
+
+    def __init__(self, digest: str, nbytes: int) -> None:
+        self.digest = digest
+        self.nbytes = nbytes
+        self.received = 0
+        self.fd = os.memfd_create("rpc-reading-graph")
+        self._hash = hashlib.sha256()
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.nbytes and self._hash.hexdigest() == self.digest
+
+    def append(self, offset: int, data: bytes) -> bool:
+        """False if the piece does not follow on what is here."""
+        if offset != self.received or offset + len(data) > self.nbytes:
+            return False
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+        self._hash.update(data)
+        self.received += len(data)
+        return True
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass
+class WorkerProcess:
+    """One process, from its start until it is gone."""
+
+    start: StartWorker
+    process: BaseProcess
+    channel: transport.Channel
+    kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
+    kill_at: float = float("inf")
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"worker {self.start.worker} (pid {self.process.pid})"
+
+    def stop(self, now: float) -> None:
+        """Ask it to end; ``press`` makes sure."""
+        if self.kill_steps is None:
+            self.kill_steps = iter([(ASK_S, self._ask), (TERMINATE_S, self.process.terminate), (1.0, self.process.kill)])
+            self.kill_at = now
+            self.press(now)
+
+    def press(self, now: float) -> None:
+        """Take the next step if its time has come."""
+        while self.kill_steps is not None and now >= self.kill_at:
+            seconds, step = next(self.kill_steps, (1.0, self.process.kill))
+            step()
+            self.kill_at = now + seconds
+
+    def _ask(self) -> None:
+        start = self.start
+        self.channel.send([messages.encode(StopWorker(start.session, start.worker, start.attempt))])
+
+
+@dataclass
+class Session:
+    """One client's session on this daemon."""
+
+    session: str
+    client: str
+    identity: bytes
+    connection: int
+    slots: int = 0
+    graph: StoredGraph | None = None
+    workers: dict[tuple[int, int], WorkerProcess] = field(default_factory=dict)
+    orphaned_at: float | None = None
+    ending: str | None = None
+
+    def __str__(self) -> str:
+        return f"session {self.session[:8]} of {self.client}"
+
+
+class Daemon:
+    """Serves until SIGTERM or SIGINT.
+
+    Args:
+        options: where to listen, how many slots
+        lifeline: a socket whose closing ends the daemon too: the process that started it is gone
+
+    Raises:
+        OSError: the port is taken, or the host is not one of this machine's.
+    """
+
+    def __init__(self, options: DaemonOptions, lifeline: socket.socket | None = None) -> None:
+        self.options = options
+        self.boot = secrets.token_hex(16)
+        self._versions = versions()
+        self._lifeline = lifeline
+        self._sessions: dict[str, Session] = {}
+        self._graphs: dict[str, StoredGraph] = {}
+        self._stopping: str | None = None
+        self._forkserver = multiprocessing.get_context("forkserver")
+        self._context = transport.Context()
+        self._poller = transport.Poller()
+        self._waker = transport.Waker()
+        try:
+            self._router = self._context.router(options.host, options.port)
+        except OSError:
+            self.close()
+            raise
+        self.address = transport.join_address(options.host, self._router.port)
+
+    # Life cycle.
+
+    def warm_up(self) -> None:
+        """Start the forkserver and see that a process with everything imported can be had.
+
+        Raises:
+            RuntimeError: it cannot; the reason is on stderr.
+        """
+        self._forkserver.set_forkserver_preload(PRELOAD)
+        process = self._forkserver.Process(target=_warm_up, name="warm-up")
+        process.start()
+        process.join(WARM_UP_S)
+        if process.exitcode != 0:
+            process.kill()
+            raise RuntimeError("a worker process cannot be started: see the traceback above")
+
+    def run(self) -> int:
+        """Serve; returns the exit code."""
+        with self._signals():
+            for raw in (self._router.raw, self._router.raw_monitor, self._waker.raw, self._lifeline):
+                if raw is not None:
+                    self._poller.watch(raw)
+            while self._stopping is None or self._sessions:
+                self._step()
+        return 0
+
+    def close(self) -> None:
+        """Answers on their way first, then the sockets, then what signals wake."""
+        if hasattr(self, "_router"):
+            self._router.close(linger=FAREWELL_S)
+        self._context.close()
+        self._waker.close()
+
+    def stop(self, reason: str) -> None:
+        """End every session, then the daemon."""
+        if self._stopping is None:
+            logger.info("stopping: %s", reason)
+            self._stopping = reason
+            for session in list(self._sessions.values()):
+                self._end(session, reason)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        # The handlers do nothing: the signal's number arrives through the waker, and the loop acts on it.
+        previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        wakeup = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _step(self) -> None:
+        ready = self._poller.wait(self._patience())
+        for number in self._waker.clear():
+            if number:
+                self.stop(f"the daemon got {signal.Signals(number).name}")
+        if self._lifeline is not None and self._lifeline.fileno() in ready:
+            self.stop("the process that started the daemon is gone")
+            self._poller.forget(self._lifeline)
+            self._lifeline = None
+        now = time.monotonic()
+        for connection in self._router.dropped():
+            self._dropped(connection, now)
+        for identity, connection, frames in self._router.receive_all():
+            self._receive(identity, connection, frames, now)
+        for session in list(self._sessions.values()):
+            self._look_after(session, now)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        moments = [worker.kill_at - now for session in self._sessions.values() for worker in session.workers.values()]
+        return max(0.0, min([TICK_S, *moments]))
+
+    # Messages from clients.
+
+    def _receive(self, identity: bytes, connection: int, frames: Sequence[bytes], now: float) -> None:
+        try:
+            message = messages.decode(frames[0], FromClient)
+        except (msgspec.DecodeError, IndexError) as error:
+            logger.warning("! a message that is none of ours was dropped: %s", error)
+            return
+        logger.debug("< %s", message)
+        payload = frames[1] if len(frames) > 1 else None
+        match message:
+            case Hello():
+                self._hello(identity, message)
+            case OpenSession():
+                self._open(identity, connection, message)
+            case _:
+                self._in_session(identity, connection, message, payload, now)
+
+    def _in_session(self, identity: bytes, connection: int, message: Any, payload: bytes | None, now: float) -> None:
+        session = self._sessions.get(message.session)
+        if session is None:
+            self._send(identity, SessionClosed(message.session, "" if isinstance(message, CloseSession) else "unknown"))
+            return
+        session.identity, session.connection, session.orphaned_at = identity, connection, None
+        match message:
+            case GraphChunk():
+                self._graph_chunk(session, message, payload or b"")
+            case StartWorker():
+                self._start_worker(session, message)
+            case StopWorker():
+                if worker := session.workers.get((message.worker, message.attempt)):
+                    worker.stop(now)
+            case StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
+                self._relay_down(session, message, payload)
+            case Heartbeat():
+                self._send(identity, HeartbeatReply(session.session, self.boot))
+            case CloseSession():
+                self._end(session, "")
+
+    def _hello(self, identity: bytes, message: Hello) -> None:
+        trouble = protocol.incompatible(message.protocol, message.versions, self._versions)
+        if trouble:
+            logger.warning("! refused %s: %s", message.client, trouble)
+            return self._send(identity, Refused("version", trouble))
+        if self._stopping is not None:
+            return self._send(identity, Refused("draining", f"the daemon is ending: {self._stopping}"))
+        welcome = Welcome(
+            PROTOCOL_VERSION, self._versions, self.boot, socket.gethostname(), self.options.slots, self.free,
+            len(self._sessions),
+        )  # fmt: skip
+        self._send(identity, welcome)
+
+    @property
+    def free(self) -> int:
+        """Slots that no session holds."""
+        return self.options.slots - sum(session.slots for session in self._sessions.values())
+
+    def _open(self, identity: bytes, connection: int, message: OpenSession) -> None:
+        session = self._sessions.get(message.session)
+        if session is not None and session.ending is not None:
+            return self._send(identity, Refused("session", f"{session} is ending here; ask again"))
+        if self._stopping is not None:
+            return self._send(identity, Refused("draining", f"the daemon is ending: {self._stopping}"))
+        held = session.slots if session else 0
+        wanted = held + self.free if message.slots is None else message.slots
+        if wanted > held + self.free or wanted == 0:
+            return self._send(identity, Refused("slots", self._no_slots(message)))
+        if session is None:
+            session = Session(message.session, message.client, identity, connection)
+            self._sessions[message.session] = session
+            logger.info("= %s is open, on %d slots", session, wanted)
+        session.slots = max(held, wanted)
+        session.graph = session.graph or self._graphs.get(message.graph)
+        has_graph = session.graph is not None
+        session.graph = session.graph or StoredGraph(message.graph, message.graph_bytes)
+        self._send(identity, SessionOpened(session.session, session.slots, has_graph))
+
+    def _no_slots(self, message: OpenSession) -> str:
+        others = len(self._sessions) - (message.session in self._sessions)
+        wanted = "all" if message.slots is None else message.slots
+        return (
+            f"{self.free} of {self.options.slots} slots free on {self.address}: held by {others} "
+            f"session{'s' * (others != 1)}, while {wanted} were asked for"
+        )
+
+    def _graph_chunk(self, session: Session, message: GraphChunk, payload: bytes) -> None:
+        graph = session.graph
+        if graph is None or graph.complete or not graph.append(message.offset, payload):
+            return
+        if graph.complete:
+            self._graphs.setdefault(graph.digest, graph)
+            logger.info("%s: its graph has arrived, %.1f MB", session, graph.nbytes / 1e6)
+
+    # Workers.
+
+    def _start_worker(self, session: Session, message: StartWorker) -> None:
+        if session.ending is not None:
+            return
+        graph = session.graph
+        if graph is None or not graph.complete:
+            return self._send(session.identity, Refused("graph", "the graph did not arrive whole"))
+        if len(session.workers) >= session.slots:
+            return self._exited(session, message, f"was not started: {session.slots} workers run already")
+        ours, theirs = multiprocessing.Pipe()
+        process = self._forkserver.Process(
+            target=_worker,
+            args=(theirs, DupFd(graph.fd), message, self.options.host, self.options.data_ports),
+            name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
+        )
+        process.start()
+        theirs.close()
+        worker = WorkerProcess(message, process, transport.Channel(ours))
+        session.workers[message.worker, message.attempt] = worker
+        self._poller.watch(worker.channel.raw)
+        self._poller.watch(process.sentinel)
+        logger.info("= %s: %s started", session, worker)
+
+    def _relay_down(self, session: Session, message: Any, payload: bytes | None) -> None:
+        worker = session.workers.get((message.worker, message.attempt))
+        if worker is not None:
+            frames = [messages.encode(message)]
+            worker.channel.send(frames if payload is None else [*frames, payload])
+
+    def _relay_up(self, session: Session, worker: WorkerProcess) -> None:
+        try:
+            for frames in worker.channel.receive_all():
+                worker.failed |= isinstance(messages.decode(frames[0], FromWorker), WorkerFailed)
+                self._router.send(session.identity, frames)
+        except (EOFError, msgspec.DecodeError):
+            pass  # its exit, or the kill that follows, says the rest
+
+    def _look_after(self, session: Session, now: float) -> None:
+        """What its workers say, which of them are gone, and whether the client still is there."""
+        for key, worker in list(session.workers.items()):
+            self._relay_up(session, worker)
+            worker.press(now)
+            if worker.process.exitcode is not None:
+                self._relay_up(session, worker)
+                del session.workers[key]
+                self._reap(session, worker)
+        if session.orphaned_at is not None and now - session.orphaned_at > protocol.ORPHANED_S:
+            self._end(session, "the client is gone")
+        if session.ending is not None and not session.workers:
+            self._close_session(session)
+
+    def _reap(self, session: Session, worker: WorkerProcess) -> None:
+        self._poller.forget(worker.channel.raw)
+        self._poller.forget(worker.process.sentinel)
+        worker.channel.close()
+        reason = describe_exit(worker.process.exitcode or 0)
+        worker.process.close()
+        asked = worker.kill_steps is not None
+        logger.log(logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason)
+        if not asked and not worker.failed:
+            self._exited(session, worker.start, reason)
+
+    def _exited(self, session: Session, start: StartWorker, reason: str) -> None:
+        self._send(session.identity, WorkerExited(session.session, start.worker, start.attempt, reason))
+
+    # The end of a session.
+
+    def _dropped(self, connection: int, now: float) -> None:
+        for session in self._sessions.values():
+            if session.connection == connection and session.orphaned_at is None:
+                session.orphaned_at = now
+
+    def _end(self, session: Session, reason: str) -> None:
+        if session.ending is not None:
+            return
+        session.ending = reason
+        if reason:
+            logger.warning("= %s ends: %s", session, reason)
+            self._send(session.identity, SessionClosed(session.session, reason))
+        now = time.monotonic()
+        for worker in session.workers.values():
+            worker.stop(now)
+
+    def _close_session(self, session: Session) -> None:
+        """The last of its workers is gone: its slots are free."""
+        del self._sessions[session.session]
+        graph = session.graph
+        if graph is not None and not any(other.graph is graph for other in self._sessions.values()):
+            self._graphs.pop(graph.digest, None)
+            graph.close()
+        logger.info("= %s is closed", session)
+        if not session.ending:
+            self._send(session.identity, SessionClosed(session.session, ""))
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        logger.debug("> %s", message)
+        self._router.send(identity, [messages.encode(message)])
+
+
+def describe_exit(code: int) -> str:
+    """What became of a process, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the out-of-memory killer does that; see dmesg on that machine)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _worker(*args: Any) -> None:
+    # Imported here, in the new process, where the forkserver has it ready: the daemon itself needs no torch.
+    from rpc_reading_service import worker
+
+    worker.main(*args)
+
+
+def _warm_up() -> None:
+    from rpc_reading_service import worker
+
+    worker.warm_up()

@@ -1,0 +1,307 @@
+"""The only place that looks inside a DataPipe graph: split it, pickle it, shard it, seed it, run it again.
+
+What a worker does to its part is what torchdata's own worker does, in the same order and by torchdata's own functions
+(``torchdata.dataloader2.utils``), so that the streams are equal:
+
+    build    apply_sharding(graph, num_workers, worker_id, MULTIPROCESSING), worker_init_fn
+    begin    each epoch: seeds of random, torch and numpy, seeds of the graph, iter_reset_fn, worker_reset_fn
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import cloudpickle
+import torch
+from torchdata.dataloader2.graph import DataPipe, list_dps, replace_dp, set_graph_random_seed, traverse_dps
+from torchdata.dataloader2.graph.utils import _find_replicable_branches
+from torchdata.dataloader2.random import SeedGenerator
+from torchdata.dataloader2.utils import WorkerInfo
+from torchdata.dataloader2.utils.dispatch import (
+    _DummyIterDataPipe,
+    find_lca_round_robin_sharding_dp,
+)
+from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
+from torchdata.datapipes.iter import IterDataPipe, Prefetcher
+
+from rpc_reading_service.errors import GraphError, GraphPickleError
+from rpc_reading_service.messages import CHUNK_BYTES
+
+InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
+ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
+IterResetFn: TypeAlias = Callable[[DataPipe], DataPipe]
+
+JOIN_POLL_S = 0.01
+"""How often a pause looks whether torchdata's prefetch thread has noticed."""
+
+
+# In the training process: split, and pickle.
+
+
+@dataclass(frozen=True)
+class Split:
+    """A graph in two parts."""
+
+    end: DataPipe
+    """What stays in the training process; its source is the client's DataPipe."""
+    branch: DataPipe
+    """What every worker runs on its shard."""
+    dispatching: DataPipe | None
+    """What one dispatching worker runs for all the others; ``branch`` has a placeholder in its place."""
+
+
+def split(datapipe: DataPipe, source: DataPipe) -> Split:
+    """Cut the graph at its replicable branch and put ``source`` in the branch's place.
+
+    Raises:
+        GraphError: there is no replicable branch, or more than one.
+    """
+    datapipe, dispatching = _cut_dispatching(datapipe)
+    graph = traverse_dps(datapipe)
+    branches = _find_replicable_branches(graph)
+    if len(branches) != 1:
+        raise GraphError(_why_not_one_branch(datapipe, branches))
+    branch = branches[0]
+    if branch is datapipe:
+        return Split(source, branch, dispatching)
+    replace_dp(graph, branch, source)
+    return Split(datapipe, branch, dispatching)
+
+
+def _cut_dispatching(datapipe: DataPipe) -> tuple[DataPipe, DataPipe | None]:
+    graph = traverse_dps(datapipe)
+    dispatching = find_lca_round_robin_sharding_dp(graph)
+    if dispatching is None:
+        return datapipe, None
+    graph = replace_dp(graph, dispatching, _DummyIterDataPipe())
+    return next(iter(graph.values()))[0], dispatching
+
+
+def _why_not_one_branch(datapipe: DataPipe, branches: Sequence[DataPipe]) -> str:
+    staying = [dp for dp in list_dps(traverse_dps(datapipe)) if hasattr(dp, "is_replicable") and not dp.is_replicable()]
+    names = ", ".join(sorted({type(dp).__name__ for dp in staying})) or type(datapipe).__name__
+    if not branches:
+        return (
+            f"no part of the graph can run on workers: {names} (is_replicable() is False) stays in the training process "
+            "and everything comes from it; move it behind the part to distribute, or make it replicable"
+        )
+    ends = ", ".join(type(branch).__name__ for branch in branches)
+    return (
+        f"the graph has {len(branches)} separate branches for workers (ending in {ends}), joined by {names}, which stays "
+        "in the training process (is_replicable() is False); join the branches before it, with zip, mux or concat"
+    )
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A pickled graph, as it travels."""
+
+    data: bytes
+    digest: str
+    """SHA-256 in hexadecimal."""
+
+    @property
+    def chunks(self) -> list[memoryview]:
+        view = memoryview(self.data)
+        return [view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES)]
+
+
+def dump(
+    split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, pickle_by_value: Sequence[str | ModuleType] = ()
+) -> Payload:
+    """Pickle, once for all workers, what they run.
+
+    Args:
+        pickle_by_value: modules that need not be installed on the workers; ``__main__`` never need be
+
+    Raises:
+        GraphPickleError: names the DataPipe and its attribute, or the function.
+    """
+    with _by_value(pickle_by_value):
+        try:
+            data = cloudpickle.dumps((split_.branch, split_.dispatching, init_fn, reset_fn), protocol=5)
+        except Exception as error:  # a pickled object's own methods may raise anything
+            raise GraphPickleError(_what_cannot_be_pickled(split_, init_fn, reset_fn, error)) from error
+    return Payload(data, hashlib.sha256(data).hexdigest())
+
+
+@contextmanager
+def _by_value(modules: Sequence[str | ModuleType]) -> Iterator[None]:
+    loaded = [import_module(module) if isinstance(module, str) else module for module in modules]
+    registered = [module for module in loaded if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _what_cannot_be_pickled(
+    split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, error: Exception
+) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    for name, function in (("worker_init_fn", init_fn), ("worker_reset_fn", reset_fn)):
+        if not _can_pickle(function):
+            return f"{name} {function!r} cannot be pickled, so it cannot be sent to the workers ({reason})"
+    for part in filter(None, (split_.branch, split_.dispatching)):
+        for datapipe in list_dps(traverse_dps(part)):
+            for name, value in vars(datapipe).items():
+                if not isinstance(value, IterDataPipe) and not _can_pickle(value):
+                    return (
+                        f"{type(datapipe).__name__}.{name} = {_brief(value)} cannot be pickled, so the graph cannot be "
+                        f"sent to the workers ({reason}); create it in the worker, or leave it out in __getstate__"
+                    )
+    return f"the graph that ends in {type(split_.branch).__name__} cannot be pickled, so it cannot be sent ({reason})"
+
+
+def _can_pickle(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # as above: whatever it is, it is the answer
+        return False
+    return True
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# Seeds: drawn in the training process, one pickle for each worker and epoch.
+
+
+class Seeds:
+    """Draws each epoch's seeds as ``MultiProcessingReadingService`` does, and sees to it that the next epoch's differ.
+
+    torchdata never advances what it draws from, so its epochs repeat each other in two ways:
+
+    - Without ``dl.seed``, ``SeedGenerator.seed()`` reads torch's global generator and puts it back as it was. Here one
+      number is drawn from that generator for each epoch, as torch's own ``DataLoader`` does.
+    - After one ``dl.seed(n)``, the workers' generators are spawned from one that stays the same. Here the generator is
+      marked when an epoch leaves it (its worker part is spawned once more, on which no stream depends), and one that
+      comes back as it was left has been reseeded by nobody: then it is advanced.
+
+    So streams equal torchdata's wherever torchdata's own would change from epoch to epoch.
+    """
+
+    def __init__(self) -> None:
+        self._left: bytes | None = None
+
+    def begin(self, generator: SeedGenerator) -> None:
+        """Advance whatever nobody else has."""
+        torch.empty((), dtype=torch.int64).random_()
+        if self._left is not None and self._left == pickle.dumps(generator):
+            generator.seed(generator.generate_seed())
+
+    def spawn(self, generator: SeedGenerator, num_workers: int, iter_reset_fn: IterResetFn | None) -> list[bytes]:
+        """The pickled seeds of every worker, and of the dispatching worker after them."""
+        spawned = [generator.spawn(worker) for worker in range(num_workers)]
+        spawned.append(spawned[0].spawn(0))
+        payloads = [cloudpickle.dumps((seeds, iter_reset_fn), protocol=5) for seeds in spawned]
+        generator.spawn(num_workers, inplace=True)
+        self._left = pickle.dumps(generator)
+        return payloads
+
+
+def seed_end(end: DataPipe, generator: SeedGenerator) -> None:
+    """Seed the DataPipes that stay in the training process."""
+    set_graph_random_seed(end, generator)
+
+
+# In a worker: build, begin, pause.
+
+
+class Shard:
+    """What one worker runs.
+
+    Args:
+        datapipe: the worker's part of the graph, sharded and initialised
+        info: which part
+        reset_fn: ``worker_reset_fn``
+        shared_seeds: for the dispatching worker: every DataPipe takes the seeds that all workers share
+    """
+
+    def __init__(
+        self, datapipe: DataPipe, info: WorkerInfo, reset_fn: ResetFn | None, shared_seeds: bool = False
+    ) -> None:
+        self.datapipe = datapipe
+        self.info = info
+        self._reset_fn = reset_fn
+        self._shared_seeds = shared_seeds
+
+    def begin(self, seeds: bytes) -> Iterator[Any]:
+        """Seed everything for an epoch and return its iterator."""
+        generator, iter_reset_fn = pickle.loads(seeds)
+        self.datapipe = process_reset_fn(
+            self.datapipe, self.info, generator, self._shared_seeds, iter_reset_fn, self._reset_fn
+        )
+        return iter(self.datapipe)
+
+    def pause(self, pause_fn: bytes | None) -> None:
+        """Stop the graph's own threads, then apply the function of a reading service in front."""
+        pause(self.datapipe)
+        self._apply(pause_fn)
+
+    def resume(self, resume_fn: bytes | None) -> None:
+        """The reverse of ``pause``."""
+        self._apply(resume_fn)
+        resume(self.datapipe)
+
+    def limit(self, num_batches: int | None, limit_fn: bytes | None) -> None:
+        """Apply the function of a reading service in front."""
+        self._apply(limit_fn, num_batches)
+
+    def _apply(self, function: bytes | None, *args: Any) -> None:
+        if function:
+            self.datapipe = pickle.loads(function)(self.datapipe, *args)
+
+
+def pause(datapipe: DataPipe) -> None:
+    """Pause every DataPipe of a graph that has threads of its own, from its end to its sources."""
+    for dp in list_dps(traverse_dps(datapipe)):
+        if isinstance(dp, Prefetcher):
+            _pause_prefetcher(dp)
+        elif callable(getattr(dp, "pause", None)):
+            dp.pause()
+
+
+def resume(datapipe: DataPipe) -> None:
+    """The reverse of ``pause``."""
+    for dp in reversed(list_dps(traverse_dps(datapipe))):
+        if callable(getattr(dp, "resume", None)):
+            dp.resume()
+
+
+def _pause_prefetcher(prefetcher: Prefetcher) -> None:
+    """``Prefetcher.pause`` waits for ever if its thread ends between its two looks at it; this one looks again."""
+    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    if thread is None or state is None:
+        return
+    state.run_prefetcher = False
+    while thread.is_alive() and not state.paused and not state.stop_iteration:
+        thread.join(JOIN_POLL_S)
+
+
+def load(data: Any, num_workers: int, worker_id: int) -> Shard:
+    """Unpickle a graph and take the shard of one worker.
+
+    Raises:
+        Exception: whatever the user's modules and ``worker_init_fn`` raise
+    """
+    branch, dispatching, init_fn, reset_fn = pickle.loads(data)
+    info = WorkerInfo(num_workers, worker_id)
+    return Shard(process_init_fn(branch, info, init_fn), info, reset_fn)
+
+
+def missing_module(error: BaseException) -> str:
+    """The module whose absence made ``load`` fail; empty if it was anything else."""
+    if isinstance(error, ModuleNotFoundError):
+        return error.name or ""
+    return ""

@@ -1,0 +1,365 @@
+"""Every message on the wire: one frozen typed struct each, in MessagePack, nothing pickled.
+
+Control channel, client DEALER <-> daemon ROUTER: ``[message]`` or ``[message, payload]``. The daemon relays what is
+addressed to a worker, and what a worker answers, without a look at the payload.
+
+    client                                  daemon                                worker
+      | -- Hello ------------------------->   |                                     |
+      |  <------------- Welcome | Refused --  |                                     |
+      | -- OpenSession ------------------->   |                                     |
+      |  <------- SessionOpened | Refused --  |                                     |
+      | -- GraphChunk + payload, ... ----->   |                                     |
+      | -- StartWorker ------------------->   | == forked from the forkserver ==>   |
+      |  <-------------------------------------- WorkerReady | WorkerFailed ------  |
+      | -- StartEpoch + seeds ------------------------------------------------->    |
+      |  <======================== data channel ================================    |
+      | -- Credit ------------------------------------------------------------->    |
+      |  <-- WorkerExited (what a dead process cannot say itself) --                |
+      | -- CloseSession ------------------>   |                                     |
+      |  <------------------ SessionClosed -- |                                     |
+
+Data channel, worker PUSH -> client PULL: ``[header]`` or ``[header, body, ...]``, in the order of production, so that
+the end of a shard and an exception cannot overtake the batches before them. Small batches travel together; a large one
+is cut into ``Chunk`` messages, each of which is received straight into its place while the next is under way, and each
+of which is a sign of life on a slow link.
+"""
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION = 1
+"""Changes with every change of a message: both ends must have the same."""
+
+CHUNK_BYTES = 1 << 20
+"""Largest body on the data channel: one 77 MB frame moved 1.24 GB/s, 0.5-1 MiB frames 2.4 GB/s."""
+
+CONTROL_BYTES = CHUNK_BYTES + (64 << 10)
+"""Largest frame that a control socket accepts: a graph chunk and some room."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Identifier: TypeAlias = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]+$")]
+Text: TypeAlias = Annotated[str, Meta(max_length=16_384)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages: compact arrays, told apart by their class's name."""
+
+
+# Greeting.
+
+
+class Hello(Message):
+    """Client to daemon, first of all; repeated until answered."""
+
+    protocol: int
+    """``PROTOCOL_VERSION`` of the sender; must come first in every version, so that a mismatch can be told."""
+    versions: dict[str, str]
+    """Of python, torch, torchdata and this package."""
+    client: Text
+    """Who is asking, for logs and refusals: host name and process id."""
+
+
+class Welcome(Message):
+    """The daemon's answer to a Hello it can serve."""
+
+    protocol: int
+    """``PROTOCOL_VERSION`` of the daemon."""
+    versions: dict[str, str]
+    """Of python, torch, torchdata and this package."""
+    boot: Identifier
+    """Changes each time the daemon starts: tells a restarted daemon from one that was only slow."""
+    host: Text
+    """The daemon's host name."""
+    slots: Count
+    """Slots in all."""
+    free: Count
+    """Slots that no session holds."""
+    sessions: Count
+    """Sessions that hold the others."""
+
+
+class Refused(Message):
+    """The daemon will not do what was asked; the text is for the user."""
+
+    kind: Text
+    """Which error it becomes: ``version``, ``slots``, ``session``, ``graph`` or ``draining``."""
+    reason: Text
+    """One sentence: who, what, which limit, what to do."""
+
+
+# Sessions.
+
+
+class SessionMessage(Message):
+    """Base of all that concerns one session."""
+
+    session: Identifier
+    """Drawn at random by the client: who knows it may use the session."""
+
+
+class OpenSession(SessionMessage):
+    """Client to daemon: hold slots for this session; repeated, it changes their number."""
+
+    client: Text
+    """As in Hello."""
+    slots: Count | None
+    """How many slots the session wants to hold here in all; None takes every free one."""
+    num_workers: Count
+    """Shards of the whole session, on all daemons; 0 while they are not known yet."""
+    graph: Annotated[str, Meta(min_length=64, max_length=64)]
+    """SHA-256 of the pickled graph, in hexadecimal: a daemon keeps graphs by it."""
+    graph_bytes: Count
+    """Size of the pickled graph."""
+
+
+class SessionOpened(SessionMessage):
+    """The daemon holds these slots."""
+
+    slots: Count
+    """Slots that the session now holds here."""
+    has_graph: bool
+    """Whether the graph is here already and need not be sent."""
+
+
+class GraphChunk(SessionMessage):
+    """Client to daemon, with a payload of at most ``CHUNK_BYTES``: a piece of the pickled graph."""
+
+    offset: Count
+    """Where the payload belongs; chunks come in order."""
+
+
+class CloseSession(SessionMessage):
+    """Client to daemon: end the session's workers and free its slots."""
+
+
+class SessionClosed(SessionMessage):
+    """The session is over here: asked for, or because the daemon ends; its slots are free."""
+
+    reason: Text
+    """Empty if the client asked for it."""
+
+
+class Heartbeat(SessionMessage):
+    """Client to daemon, every ``protocol.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
+
+
+class HeartbeatReply(SessionMessage):
+    """The daemon's answer to a Heartbeat."""
+
+    boot: Identifier
+    """As in Welcome."""
+
+
+# Workers.
+
+
+class WorkerMessage(SessionMessage):
+    """Base of all that concerns one worker process."""
+
+    worker: Count
+    """The shard: ``WorkerInfo.worker_id``."""
+    attempt: Count
+    """0 for the first process of this shard, then one more each time it is run elsewhere or again."""
+
+
+class StartWorker(WorkerMessage):
+    """Client to daemon: run a shard in one of the session's slots."""
+
+    num_workers: Count
+    """``WorkerInfo.num_workers``."""
+    prefetch_count: Annotated[int, Meta(ge=1)]
+    """``worker_prefetch_cnt``: batches in flight that the window always allows."""
+    prefetch_bytes: Annotated[int, Meta(ge=1)]
+    """This worker's share of ``prefetch_bytes``."""
+
+
+class StopWorker(WorkerMessage):
+    """Client to daemon, and on to the worker: end; the slot stays with the session."""
+
+
+class WorkerReady(WorkerMessage):
+    """Worker to client: the graph is built and sharded; the data channel is bound."""
+
+    pid: Count
+    """Process id on the daemon's machine."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    """TCP port of the data channel, on the daemon's address."""
+
+
+class WorkerFailed(WorkerMessage):
+    """Worker to client, with an encoded exception as payload: the graph could not be built or sharded."""
+
+    missing: Text
+    """Name of the module that the graph needs and the worker lacks; empty for any other failure."""
+
+
+class WorkerExited(WorkerMessage):
+    """Daemon to client: the process is gone, or had to be ended."""
+
+    reason: Text
+    """What happened, in words: ``was killed by SIGKILL``, ``exited with code 3``."""
+
+
+class StartEpoch(WorkerMessage):
+    """Client to worker, with the pickled seeds as payload: abandon whatever runs and begin this epoch."""
+
+    epoch: Count
+    """Grows by one each time within a session."""
+    skip: Count
+    """How many batches to suppress first: replay."""
+    credit: Count
+    """Batches of this shard consumed so far, as in Credit."""
+
+
+class Credit(WorkerMessage):
+    """Client to worker: how far the training loop has consumed; later ones replace earlier ones."""
+
+    epoch: Count
+    """Credit for any other epoch than the current one means nothing."""
+    consumed: Count
+    """Batches of this shard that were handed to the training loop in this epoch."""
+
+
+class Pause(WorkerMessage):
+    """Client to worker, with an optional pickled function as payload: stop producing and answer Paused."""
+
+    request: Count
+    """Comes back in the answer."""
+
+
+class Resume(WorkerMessage):
+    """Client to worker, with an optional pickled function as payload: go on and answer Done."""
+
+    request: Count
+    """Comes back in the answer."""
+
+
+class Limit(WorkerMessage):
+    """Client to worker, with a pickled function as payload: apply it to the graph and answer Done."""
+
+    request: Count
+    """Comes back in the answer."""
+    num_batches: Count | None
+    """The function's second argument."""
+
+
+class Done(WorkerMessage):
+    """Worker to client: a Pause, Resume or Limit was carried out; an encoded exception as payload if it failed."""
+
+    request: Count
+    """As in the request."""
+
+
+class AskStack(WorkerMessage):
+    """Client to worker: where is your main thread?"""
+
+
+class Stack(WorkerMessage):
+    """Worker to client, from its I/O thread: what the main thread is doing."""
+
+    busy_s: float
+    """Seconds spent so far in the graph's current ``next``; 0 if it is not in one."""
+    where: Text
+    """Function, file and line, or what the worker is waiting for."""
+
+
+FromClient: TypeAlias = (
+    Hello
+    | OpenSession
+    | GraphChunk
+    | CloseSession
+    | Heartbeat
+    | StartWorker
+    | StopWorker
+    | StartEpoch
+    | Credit
+    | Pause
+    | Resume
+    | Limit
+    | AskStack
+)
+FromDaemon: TypeAlias = (
+    Welcome
+    | Refused
+    | SessionOpened
+    | SessionClosed
+    | HeartbeatReply
+    | WorkerReady
+    | WorkerFailed
+    | WorkerExited
+    | Done
+    | Stack
+)
+ToWorker: TypeAlias = StartEpoch | Credit | Pause | Resume | Limit | AskStack | StopWorker
+FromWorker: TypeAlias = WorkerReady | WorkerFailed | Done | Stack
+
+
+# Data channel.
+
+
+class Data(WorkerMessage):
+    """Base of the data channel's headers: where in which stream the body belongs."""
+
+    epoch: Count
+    """As in StartEpoch."""
+    seq: Count
+    """Number of the batch within its shard's epoch, from 0; of the first one in ``Batches``."""
+
+
+class Opened(Data):
+    """First message of every worker, without a body: the data channel works."""
+
+
+class Batches(Data):
+    """Small batches, at most ``CHUNK_BYTES`` in all: their codec headers in one frame, then a frame for each buffer."""
+
+    sizes: list[list[Count]]
+    """Per batch: bytes of its codec header, then bytes of each of its buffers."""
+
+
+class Large(Data):
+    """One batch of more than ``CHUNK_BYTES``; its parts follow as Chunks."""
+
+    sizes: list[Count]
+    """Bytes of its codec header, then bytes of each of its buffers."""
+
+
+class Chunk(Data):
+    """Bytes of one part of the Large batch before, straight into their place."""
+
+    part: Count
+    """Which part: 0 is the codec header."""
+    offset: Count
+    """Where in the part the body belongs; chunks come in order."""
+
+
+class EndOfShard(Data):
+    """The shard is exhausted; ``seq`` counts all its batches."""
+
+
+class ShardError(Data):
+    """User code raised; the body is the encoded exception; ``seq`` counts the batches before it."""
+
+
+FromWorkerData: TypeAlias = Opened | Batches | Large | Chunk | EndOfShard | ShardError
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (FromClient, FromDaemon, ToWorker, FromWorker, FromWorkerData)
+}
+
+
+def encode(message: Message) -> bytes:
+    """The message's first frame."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | bytearray | memoryview, kind: Any) -> Any:
+    """A message of one of the unions above, checked field by field.
+
+    Raises:
+        msgspec.DecodeError: the frame is not such a message.
+    """
+    return _decoders[kind].decode(frame)

@@ -1,0 +1,868 @@
+"""The session and its workers as state machines: messages and the clock go in, actions come out. No I/O.
+
+Every legal change of a worker's state is a row of ``TRANSITIONS``; the client and the worker process hold the same table.
+
+              start            ready             begin             end
+    VACANT ---------> STARTING -------> STANDBY -------> RUNNING -------> STANDBY
+                                           ^  <--begin--/   |
+                                           |                | pause, resume
+                                           +----- end --- PAUSED        (on standby, neither changes anything)
+    any but CLOSED --- lose ---> VACANT (a new attempt, or the end of the session)
+    any ------------- close ---> CLOSED
+
+A link is the client's view of one daemon:
+
+    GREETING --Welcome--> GREETED --SessionOpened--> OPEN        any --silence, or it forgot us--> GREETING
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from rpc_reading_service.errors import (
+    ConnectError,
+    GraphError,
+    RPCReadingError,
+    SlotsError,
+    VersionError,
+    WorkerLostError,
+)
+from rpc_reading_service.messages import (
+    PROTOCOL_VERSION,
+    CloseSession,
+    Credit,
+    Done,
+    FromDaemon,
+    GraphChunk,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Limit,
+    Message,
+    OpenSession,
+    Pause,
+    Refused,
+    Resume,
+    SessionClosed,
+    SessionOpened,
+    Stack,
+    StartEpoch,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+"""How often the client tells each daemon that it is alive."""
+
+SILENCE_S = 10.0
+"""A daemon that answers no heartbeat for so long is lost: within the 15 s that are promised, with room to act."""
+
+DROPPED_S = 3.0
+"""How long a daemon has to be heard again after its connection broke."""
+
+ORPHANED_S = 5.0
+"""How long a client has to be heard again after its connection broke, before its slots are freed. Together with the
+ZMTP heartbeat that notices a vanished host, less than the 30 s that are promised."""
+
+HELLO_S = 1.0
+"""How often a Hello is repeated to a daemon that does not answer."""
+
+MAX_LOSSES = 3
+"""So many losses of one shard at one batch mean that the batch kills its worker."""
+
+SMALL_WINDOW_BYTES = 256 << 10
+"""The window in bytes for small batches, so that they can travel together."""
+
+BATCH_OVERHEAD_BYTES = 64
+"""What a batch counts for beside its bytes: Python objects of an empty one."""
+
+
+class WorkerState(Enum):
+    """Where a worker is; see the table."""
+
+    VACANT = "vacant"
+    STARTING = "starting"
+    STANDBY = "on standby"
+    RUNNING = "running"
+    PAUSED = "paused"
+    CLOSED = "closed"
+
+
+class WorkerEvent(Enum):
+    """What moves a worker from one state to another."""
+
+    START = "start"
+    READY = "ready"
+    BEGIN = "begin"
+    END = "end"
+    PAUSE = "pause"
+    RESUME = "resume"
+    LOSE = "lose"
+    CLOSE = "close"
+
+
+_S, _E = WorkerState, WorkerEvent
+
+TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    (_S.VACANT, _E.START): _S.STARTING,
+    (_S.STARTING, _E.READY): _S.STANDBY,
+    (_S.STANDBY, _E.BEGIN): _S.RUNNING,
+    (_S.RUNNING, _E.BEGIN): _S.RUNNING,
+    (_S.PAUSED, _E.BEGIN): _S.RUNNING,
+    (_S.RUNNING, _E.END): _S.STANDBY,
+    (_S.PAUSED, _E.END): _S.STANDBY,
+    (_S.STANDBY, _E.PAUSE): _S.STANDBY,
+    (_S.RUNNING, _E.PAUSE): _S.PAUSED,
+    (_S.PAUSED, _E.PAUSE): _S.PAUSED,
+    (_S.STANDBY, _E.RESUME): _S.STANDBY,
+    (_S.RUNNING, _E.RESUME): _S.RUNNING,
+    (_S.PAUSED, _E.RESUME): _S.RUNNING,
+    (_S.STARTING, _E.LOSE): _S.VACANT,
+    (_S.STANDBY, _E.LOSE): _S.VACANT,
+    (_S.RUNNING, _E.LOSE): _S.VACANT,
+    (_S.PAUSED, _E.LOSE): _S.VACANT,
+    **{(state, _E.CLOSE): _S.CLOSED for state in WorkerState},
+}
+
+
+def advance(state: WorkerState, event: WorkerEvent) -> WorkerState:
+    """The state after the event.
+
+    Raises:
+        RPCReadingError: the table has no such row; a bug in whoever reports the event.
+    """
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise RPCReadingError(f"a worker that is {state.value} cannot {event.value}") from None
+
+
+# The window: what bounds memory. The worker holds it, the client's credit moves it.
+
+
+def weight(sizes: Iterable[int]) -> int:
+    """What a batch with parts of these sizes counts for in the window, in bytes."""
+    return BATCH_OVERHEAD_BYTES + sum(sizes)
+
+
+class Window:
+    """Whether a worker may produce one more batch.
+
+    Args:
+        count: batches in flight that are always allowed
+        nbytes: this worker's share of ``prefetch_bytes``; one batch may always move
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count = count
+        self.nbytes = nbytes
+        self.begin(0)
+
+    def begin(self, produced: int, consumed: int = 0) -> None:
+        """An epoch begins, or is replayed up to ``produced`` batches, of which so many are consumed."""
+        self.produced = produced
+        self.consumed = min(consumed, produced)
+        self.in_flight_bytes = 0
+        self._weights: deque[int] = deque()  # of the last batches produced; those before a replay are not known
+        self._largest = 0
+
+    @property
+    def is_open(self) -> bool:
+        in_flight = self.produced - self.consumed
+        if in_flight <= 0:
+            return True
+        if self.in_flight_bytes + self._largest > self.nbytes:
+            return False
+        return in_flight < self.count or self.in_flight_bytes < SMALL_WINDOW_BYTES
+
+    def produce(self, batch_weight: int) -> None:
+        """A batch is on its way."""
+        self._weights.append(batch_weight)
+        self._largest = max(self._largest, batch_weight)
+        self.in_flight_bytes += batch_weight
+        self.produced += 1
+
+    def credit(self, consumed: int) -> None:
+        """The training loop has consumed so many in all; older news changes nothing."""
+        self.consumed = max(self.consumed, min(consumed, self.produced))
+        while len(self._weights) > self.produced - self.consumed:
+            self.in_flight_bytes -= self._weights.popleft()
+
+
+class CreditMeter:
+    """When the client should tell a worker what was consumed: a quarter of the window at a time.
+
+    Args:
+        nbytes: the worker's share of ``prefetch_bytes``
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._due_at = min(SMALL_WINDOW_BYTES, nbytes) // 4
+        self._since = 0
+
+    def consume(self, batch_weight: int) -> bool:
+        """Count a consumed batch; True if the worker should be told now."""
+        self._since += batch_weight
+        if self._since < self._due_at:
+            return False
+        self._since = 0
+        return True
+
+
+# What the client's driver has to do.
+
+
+class Send(NamedTuple):
+    """Send a control message."""
+
+    address: str
+    message: Message
+    payload: bytes | memoryview | None = None
+
+
+class ConnectData(NamedTuple):
+    """Connect to a worker's data channel."""
+
+    worker: int
+    attempt: int
+    address: str
+    port: int
+
+
+class DisconnectData(NamedTuple):
+    """The worker behind this data channel is gone."""
+
+    worker: int
+    attempt: int
+
+
+class Reconnect(NamedTuple):
+    """The daemon is lost: start over with a fresh socket, so that nothing stale is delivered."""
+
+    address: str
+
+
+class Drop(NamedTuple):
+    """Go on without the rest of this shard."""
+
+    worker: int
+    reason: str
+
+
+class Fail(NamedTuple):
+    """The session cannot go on."""
+
+    error: BaseException
+
+
+class FailRemotely(NamedTuple):
+    """User code failed while a worker was set up; the payload is its encoded exception."""
+
+    payload: bytes
+    where: str
+    address: str
+    missing: str
+
+
+class FailToConnect(NamedTuple):
+    """No answer from these daemons within ``connect_timeout``."""
+
+    addresses: list[str]
+
+
+Action: TypeAlias = Send | ConnectData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
+
+
+# The client's view.
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session needs to know, checked by ``reading_service``."""
+
+    session: str
+    client: str
+    versions: dict[str, str]
+    num_workers: int | None
+    prefetch_count: int
+    prefetch_bytes: int
+    on_worker_loss: str
+    timeout: float | None
+    connect_timeout: float
+    graph_digest: str
+    graph_chunks: Sequence[memoryview] = field(repr=False)
+    graph_bytes: int = 0
+    pool_share: Callable[[str, int], int] | None = None
+
+
+class LinkState(Enum):
+    """How far the client has got with one daemon."""
+
+    GREETING = "no answer yet"
+    GREETED = "answered"
+    OPENING = "asked for slots"
+    OPEN = "open"
+
+
+@dataclass
+class Link:
+    """One daemon, as the client sees it."""
+
+    address: str
+    state: LinkState = LinkState.GREETING
+    heard: float = 0.0
+    greeted: float = 0.0
+    beat: float = 0.0
+    boot: str = ""
+    host: str = ""
+    slots: int = 0
+    free: int = 0
+    sessions: int = 0
+    held: int = 0
+    has_graph: bool = False
+    trouble: str = ""
+    refused_at: float = float("-inf")
+    dropped: float | None = None
+
+    def __str__(self) -> str:
+        held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
+        return f"{self.free} of {self.slots} slots free on {self.address}" + (f": {held}" if self.sessions else "")
+
+
+@dataclass
+class Worker:
+    """One shard and the process that runs it, as the client sees them."""
+
+    worker: int
+    state: WorkerState = WorkerState.VACANT
+    address: str = ""
+    attempt: int = -1
+    pid: int = 0
+    port: int = 0
+    since: float = 0.0
+    losses: dict[tuple[int, int], int] = field(default_factory=dict)
+    last_loss: str = ""
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} on {self.address}" + (f" (pid {self.pid})" if self.pid else "")
+
+    def change(self, event: WorkerEvent, now: float) -> None:
+        """The one place where the state changes."""
+        self.state = advance(self.state, event)
+        self.since = now
+        logger.debug("= %s is %s", self, self.state.value)
+
+
+class ClientSession:
+    """The client's end of a session: what was agreed with which daemon, and where each shard runs.
+
+    Args:
+        addresses: of the daemons, in the order given by the user
+        options: see ``SessionOptions``
+        progress: for a shard, batches received and batches consumed in the running epoch (``merge`` knows)
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], options: SessionOptions, progress: Callable[[int], tuple[int, int]]
+    ) -> None:
+        self.options = options
+        self.links = {address: Link(address) for address in addresses}
+        self.workers: list[Worker] = []
+        self.epoch = 0
+        self.closed = False
+        self.closed_at = 0.0
+        self._progress = progress
+        self._seeds: list[bytes] = []
+        self._unfinished: set[int] = set()
+        self._paused: tuple[Message, bytes] | None = None
+        self._pending_requests: dict[int, set[int]] = {}
+        self._request_errors: dict[int, bytes] = {}
+        self._next_request = 0
+        self._started = 0.0
+        self._actions: list[Action] = []
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{worker.worker}: {worker.state.value}" for worker in self.workers)
+        return f"<ClientSession {self.options.session[:8]} epoch={self.epoch} workers=[{states}]>"
+
+    def take_actions(self) -> list[Action]:
+        """What the driver has to do now, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def ready(self) -> bool:
+        """Whether every shard has had a worker ready; initialize is over."""
+        return bool(self.workers) and all(worker.state not in (_S.VACANT, _S.STARTING) for worker in self.workers)
+
+    @property
+    def over(self) -> bool:
+        """Whether every daemon has confirmed the end, or never knew of the session."""
+        return self.closed and not any(link.held for link in self.links.values())
+
+    # Open: greet every daemon, hold slots, place the shards.
+
+    def open(self, now: float) -> None:
+        """Greet every daemon."""
+        self._started = now
+        for link in self.links.values():
+            self._greet(link, now)
+
+    def _greet(self, link: Link, now: float) -> None:
+        link.greeted = now
+        self._send(link, Hello(PROTOCOL_VERSION, self.options.versions, self.options.client))
+
+    def _welcome(self, link: Link, message: Welcome, now: float) -> None:
+        if link.state is not LinkState.GREETING:
+            return
+        link.state = LinkState.GREETED
+        link.boot, link.host = message.boot, message.host
+        link.slots, link.free, link.sessions = message.slots, message.free, message.sessions
+        for name, text in compare_versions(self.options.versions, message.versions):
+            logger.warning("%s: %s differs: %s; results may differ too", link.address, name, text)
+        if self.workers:
+            # A daemon that was lost may still run what we gave up on: end that before we use it again.
+            self._send(link, CloseSession(self.options.session))
+            self._place_vacant(now)
+        elif all(other.state is LinkState.GREETED for other in self.links.values()):
+            self._hold_slots()
+
+    def _hold_slots(self) -> None:
+        wanted = self._shares()
+        for link, slots in wanted.items():
+            if slots != 0:
+                self._open(self.links[link], slots)
+
+    def _shares(self) -> dict[str, int | None]:
+        """Slots to hold on each daemon: all that are free, or ``num_workers`` dealt out one by one."""
+        free = {
+            address: self.options.pool_share(address, link.free) if self.options.pool_share else link.free
+            for address, link in self.links.items()
+        }
+        if self.options.num_workers is None:
+            if not any(free.values()):
+                raise SlotsError("no slot is free: " + "; ".join(str(link) for link in self.links.values()))
+            return dict(free) if self.options.pool_share else {a: None if n else 0 for a, n in free.items()}
+        if self.options.num_workers > sum(free.values()):
+            raise SlotsError(
+                f"num_workers={self.options.num_workers}, but only {sum(free.values())} slots are free: "
+                + "; ".join(str(link) for link in self.links.values())
+                + ". Ask for fewer workers, or start more daemons or more slots"
+            )
+        shares: dict[str, int | None] = dict.fromkeys(free, 0)
+        for address in deal(free, self.options.num_workers):
+            shares[address] = (shares[address] or 0) + 1
+        return shares
+
+    def _open(self, link: Link, slots: int | None) -> None:
+        link.state = LinkState.OPENING
+        options = self.options
+        self._send(
+            link,
+            OpenSession(
+                options.session,
+                options.client,
+                slots,
+                options.num_workers or 0,
+                options.graph_digest,
+                options.graph_bytes,
+            ),
+        )
+
+    def _opened(self, link: Link, message: SessionOpened, now: float) -> None:
+        if link.state is not LinkState.OPENING:
+            return
+        link.state = LinkState.OPEN
+        link.held = message.slots
+        link.has_graph = link.has_graph or message.has_graph
+        if self.workers:
+            self._place_vacant(now)
+        elif not any(other.state is LinkState.OPENING for other in self.links.values()):
+            self._place_all(now)
+
+    def _place_all(self, now: float) -> None:
+        held = {address: link.held for address, link in self.links.items()}
+        total = self.options.num_workers or sum(held.values())
+        self.workers = [Worker(worker) for worker in range(total)]
+        for worker, address in zip(self.workers, deal(held, total), strict=True):
+            self._start(worker, self.links[address], now)
+
+    def _start(self, worker: Worker, link: Link, now: float) -> None:
+        self._send_graph(link)
+        worker.address, worker.attempt, worker.pid = link.address, worker.attempt + 1, 0
+        worker.change(_E.START, now)
+        total, options = len(self.workers), self.options
+        budget = max(1, options.prefetch_bytes // total)
+        message = StartWorker(
+            options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget
+        )
+        self._send(link, message)
+
+    def _send_graph(self, link: Link) -> None:
+        if link.has_graph:
+            return
+        link.has_graph = True
+        offset = 0
+        for chunk in self.options.graph_chunks:
+            self._send(link, GraphChunk(self.options.session, offset), chunk)
+            offset += chunk.nbytes
+
+    # Messages from the daemons and their workers.
+
+    def receive(self, address: str, message: FromDaemon, payload: bytes | None, now: float) -> None:
+        """One control message has arrived."""
+        link = self.links[address]
+        link.heard, link.dropped = now, None
+        match message:
+            case Welcome():
+                self._guard(self._welcome, link, message, now)
+            case Refused():
+                self._guard(self._refused, link, message, now)
+            case SessionOpened():
+                self._opened(link, message, now)
+            case SessionClosed():
+                self._session_closed(link, message, now)
+            case HeartbeatReply():
+                self._heartbeat(link, message, now)
+            case Stack():
+                pass
+            case _ if not self._is_current(message):
+                logger.debug("stale: %s", message)
+            case WorkerReady():
+                self._ready(link, message)
+            case WorkerFailed():
+                self._failed(link, message, payload or b"")
+            case WorkerExited():
+                self.lose(message.worker, message.attempt, message.reason, now)
+            case Done():
+                self._done(message, payload)
+
+    def _guard(self, handle: Callable[..., None], *args: object) -> None:
+        try:
+            handle(*args)
+        except RPCReadingError as error:
+            self._fail(error)
+
+    def _is_current(self, message: WorkerReady | WorkerFailed | WorkerExited | Done) -> bool:
+        return (
+            message.session == self.options.session
+            and message.worker < len(self.workers)
+            and message.attempt == self.workers[message.worker].attempt
+        )
+
+    def _refused(self, link: Link, message: Refused, now: float) -> None:
+        link.trouble = message.reason
+        link.refused_at = now
+        if self.workers and message.kind != "version":
+            link.state = LinkState.OPEN if link.held else LinkState.GREETED
+            self._place_vacant(now)
+            return
+        error = {"version": VersionError, "slots": SlotsError, "graph": GraphError}.get(message.kind, ConnectError)
+        raise error(f"{link.address} refused: {message.reason}")
+
+    def _ready(self, link: Link, message: WorkerReady) -> None:
+        worker = self.workers[message.worker]
+        worker.pid, worker.port = message.pid, message.port
+        self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
+
+    def _failed(self, link: Link, message: WorkerFailed, payload: bytes) -> None:
+        worker = self.workers[message.worker]
+        where = f"in worker process {worker.worker} on {worker.address} ({link.host})"
+        self._actions.append(FailRemotely(payload, where, worker.address, message.missing))
+
+    def data_opened(self, worker_id: int, attempt: int, now: float) -> None:
+        """The first message came through the worker's data channel: it works."""
+        worker = self.workers[worker_id]
+        if worker.attempt != attempt or worker.state is not _S.STARTING:
+            return
+        worker.change(_E.READY, now)
+        if worker_id in self._unfinished:
+            self._begin(worker, now)
+        if self._paused is not None:
+            message, payload = self._paused
+            self._send_worker(worker, Pause, self._new_request([worker_id]), payload)
+
+    # An epoch.
+
+    def start_epoch(self, seeds: Sequence[bytes], now: float, epoch: int | None = None) -> int:
+        """Every shard begins the next epoch with its own pickled seeds; returns the epoch's number."""
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self._seeds = list(seeds)
+        self._unfinished = set(range(len(self.workers)))
+        self._paused = None
+        self._pending_requests.clear()
+        return self.epoch
+
+    def begin_shards(self, now: float) -> None:
+        """Tell every worker that is there; those that are not will be told when they are."""
+        for worker in self.workers:
+            if worker.state not in (_S.VACANT, _S.STARTING):
+                self._begin(worker, now)
+
+    def _begin(self, worker: Worker, now: float) -> None:
+        received, consumed = self._progress(worker.worker)
+        worker.change(_E.BEGIN, now)
+        message = StartEpoch(
+            self.options.session, worker.worker, worker.attempt, self.epoch, received, consumed
+        )
+        self._send(self.links[worker.address], message, self._seeds[worker.worker])
+
+    def shard_ended(self, worker_id: int, now: float) -> None:
+        """The shard has nothing more to send in this epoch."""
+        self._unfinished.discard(worker_id)
+        worker = self.workers[worker_id]
+        if worker.state in (_S.RUNNING, _S.PAUSED):
+            worker.change(_E.END, now)
+
+    def credit(self, worker_id: int, consumed: int) -> None:
+        """Tell the worker how far the training loop is."""
+        worker = self.workers[worker_id]
+        if worker.state in (_S.RUNNING, _S.PAUSED):
+            message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed)
+            self._send(self.links[worker.address], message)
+
+    # Requests to every worker: pause, resume, limit.
+
+    def request(self, kind: type[Pause | Resume | Limit], payload: bytes, now: float, num_batches: int | None = None) -> int:
+        """Send it to every worker; ``request_done`` tells when all have answered."""
+        workers = [w for w in self.workers if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
+        request = self._new_request(w.worker for w in workers)
+        event = {Pause: _E.PAUSE, Resume: _E.RESUME}.get(kind)
+        for worker in workers:
+            if event is not None and (worker.state, event) in TRANSITIONS:
+                worker.change(event, now)
+            self._send_worker(worker, kind, request, payload, *([num_batches] if kind is Limit else []))
+        self._paused = None
+        return request
+
+    def _new_request(self, workers: Iterable[int]) -> int:
+        self._next_request += 1
+        self._pending_requests[self._next_request] = set(workers)
+        return self._next_request
+
+    def _send_worker(self, worker: Worker, kind: type[Message], request: int, payload: bytes, *more: object) -> None:
+        message = kind(self.options.session, worker.worker, worker.attempt, request, *more)
+        self._send(self.links[worker.address], message, payload or None)
+
+    def _done(self, message: Done, payload: bytes | None) -> None:
+        self._pending_requests.get(message.request, set()).discard(message.worker)
+        if payload:
+            self._request_errors[message.request] = payload
+
+    def request_waits_for(self, request: int) -> set[int]:
+        """Workers that have not answered yet."""
+        return self._pending_requests.get(request, set())
+
+    def request_error(self, request: int) -> bytes | None:
+        """The encoded exception of a worker that could not carry the request out."""
+        return self._request_errors.pop(request, None)
+
+    # Losses.
+
+    def lose(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
+        """A worker process is gone, or cannot be relied on any more."""
+        worker = self.workers[worker_id]
+        if worker.attempt != attempt or worker.state in (_S.VACANT, _S.CLOSED):
+            return
+        worker.last_loss = f"{worker} {reason}"
+        logger.warning("%s", worker.last_loss)
+        worker.change(_E.LOSE, now)
+        self._actions.append(DisconnectData(worker_id, attempt))
+        for waiting in self._pending_requests.values():
+            waiting.discard(worker_id)
+        self._after_loss(worker, now)
+
+    def break_off(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
+        """The worker lives, but its stream is broken: end it, and count it as lost."""
+        worker = self.workers[worker_id]
+        if worker.attempt == attempt and worker.state not in (_S.VACANT, _S.CLOSED):
+            self._send(self.links[worker.address], StopWorker(self.options.session, worker_id, attempt))
+            self.lose(worker_id, attempt, reason, now)
+
+    def _after_loss(self, worker: Worker, now: float) -> None:
+        policy = self.options.on_worker_loss
+        if policy == "raise":
+            return self._fail(WorkerLostError(worker.last_loss))
+        if policy == "drop" and worker.worker in self._unfinished:
+            self._unfinished.discard(worker.worker)
+            self._actions.append(Drop(worker.worker, worker.last_loss))
+        received = self._progress(worker.worker)[0]
+        place = (self.epoch, received)
+        worker.losses[place] = worker.losses.get(place, 0) + 1
+        if worker.losses[place] >= MAX_LOSSES:
+            return self._fail(
+                WorkerLostError(
+                    f"{worker.last_loss}, for the {MAX_LOSSES}rd time at batch {received} of its shard in epoch "
+                    f"{self.epoch}: that batch kills its worker"
+                )
+            )
+        self._place_vacant(now)
+
+    def _place_vacant(self, now: float) -> None:
+        """Find a slot for every shard without a worker: one that we hold, else one that a daemon has free."""
+        for worker in self.workers:
+            if worker.state is _S.VACANT and not self._place(worker, now):
+                return
+
+    def _place(self, worker: Worker, now: float) -> bool:
+        used = {address: 0 for address in self.links}
+        for other in self.workers:
+            if other.state is not _S.VACANT:
+                used[other.address] += 1
+        for link in self.links.values():
+            if link.state is LinkState.OPEN and used[link.address] < link.held:
+                self._start(worker, link, now)
+                return True
+        for link in self.links.values():
+            if link.state in (LinkState.OPEN, LinkState.GREETED) and now - link.refused_at > HELLO_S:
+                self._open(link, used[link.address] + 1)
+                return False
+        return False
+
+    def _lose_link(self, link: Link, reason: str, now: float) -> None:
+        logger.warning("%s %s", link.address, reason)
+        link.state, link.held, link.has_graph, link.trouble = LinkState.GREETING, 0, False, reason
+        link.dropped = None
+        self._actions.append(Reconnect(link.address))
+        for worker in self.workers:
+            if worker.address == link.address:
+                self.lose(worker.worker, worker.attempt, f"is lost: {link.address} {reason}", now)
+
+    def link_dropped(self, address: str, now: float) -> None:
+        """The connection broke: unless the daemon is heard again soon, it is lost."""
+        link = self.links[address]
+        if link.state in (LinkState.OPENING, LinkState.OPEN):
+            link.dropped = now
+            link.beat = now
+            self._send(link, Heartbeat(self.options.session))
+
+    def _session_closed(self, link: Link, message: SessionClosed, now: float) -> None:
+        if message.session != self.options.session:
+            return
+        if self.closed:
+            link.held = 0
+        elif link.state is LinkState.OPEN:
+            self._lose_link(link, f"ended the session: {message.reason or 'it does not know it any more'}", now)
+
+    def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
+        if link.boot and message.boot != link.boot and link.state is LinkState.OPEN:
+            self._lose_link(link, "was restarted", now)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Send what is due by the clock; give up on who is silent."""
+        if self.closed:
+            return
+        for link in self.links.values():
+            if link.dropped is not None and now - link.dropped > DROPPED_S:
+                self._lose_link(link, "closed the connection and does not answer: it has died, or was restarted", now)
+            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.heard > SILENCE_S:
+                self._lose_link(link, f"has been silent for {now - link.heard:.0f} s", now)
+            if link.state is LinkState.GREETING and now - link.greeted >= HELLO_S:
+                self._greet(link, now)
+            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.beat >= HEARTBEAT_S:
+                link.beat = now
+                self._send(link, Heartbeat(self.options.session))
+        self._check_deadlines(now)
+
+    def _check_deadlines(self, now: float) -> None:
+        if not self.workers:
+            silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+            if silent and now - self._started >= self.options.connect_timeout:
+                self._actions.append(FailToConnect([link.address for link in silent]))
+            return
+        self._place_vacant(now)
+        timeout = self.options.timeout
+        for worker in self.workers:
+            if worker.state is _S.STARTING and worker.port and now - worker.since > self.options.connect_timeout:
+                reason = (
+                    f"cannot be reached on its data port {worker.port} within {self.options.connect_timeout:g} s: open "
+                    "that port in the firewall, or fix the range with rpc-reading-worker --data-ports LO-HI and open that"
+                )
+                self._fail(ConnectError(f"{worker} {reason}"))
+            elif worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout:
+                self._fail(WorkerLostError(self._nowhere_to_go(worker)))
+
+    def _nowhere_to_go(self, worker: Worker) -> str:
+        places = "; ".join(f"{link.address}: {link.trouble or link.state.value}" for link in self.links.values())
+        return (
+            f"{worker.last_loss}, and no slot was found for its shard within {self.options.timeout:g} s ({places}). "
+            "Start daemons at these addresses, or resume from a checkpoint with others"
+        )
+
+    # The end.
+
+    def close(self, now: float) -> None:
+        """Tell every daemon that knows of the session."""
+        self.closed = True
+        self.closed_at = now
+        for worker in self.workers:
+            worker.change(_E.CLOSE, now)
+        for link in self.links.values():
+            if link.state in (LinkState.OPENING, LinkState.OPEN):
+                link.held = max(1, link.held)
+                self._send(link, CloseSession(self.options.session))
+
+    def tell(self, address: str, message: Message) -> None:
+        """Send a message that changes no state."""
+        self._send(self.links[address], message)
+
+    def _fail(self, error: BaseException) -> None:
+        self._actions.append(Fail(error))
+
+    def _send(self, link: Link, message: Message, payload: bytes | memoryview | None = None) -> None:
+        self._actions.append(Send(link.address, message, payload))
+
+
+def deal(slots: dict[str, int], total: int) -> list[str]:
+    """The daemon of each shard: one each in turn, as long as they have slots; the same for the same pool.
+
+    >>> deal({"a": 1, "b": 3}, 4)
+    ['a', 'b', 'b', 'b']
+    """
+    left = dict(slots)
+    dealt: list[str] = []
+    while len(dealt) < total:
+        for address in left:
+            if left[address] > 0 and len(dealt) < total:
+                left[address] -= 1
+                dealt.append(address)
+    return dealt
+
+
+def compare_versions(ours: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str]]:
+    """Name and text for every version that merely differs; ``incompatible`` tells of those that matter."""
+    names = sorted({*ours, *theirs})
+    return [
+        (name, f"{ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there")
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def incompatible(protocol: int, theirs: dict[str, str], ours: dict[str, str]) -> str | None:
+    """Why a daemon cannot serve a client with these versions; None if it can.
+
+    Functions that travel by value are bytecode, which one minor version of Python does not share with the next.
+    """
+    if protocol != PROTOCOL_VERSION:
+        return (
+            f"the client speaks protocol {protocol} (rpc-reading-service {theirs.get('rpc-reading-service', 'unknown')}), "
+            f"this daemon protocol {PROTOCOL_VERSION} (rpc-reading-service {ours.get('rpc-reading-service', 'unknown')}): "
+            "install the same version on both sides"
+        )
+    for name, parts in (("python", 2), ("torch", 1)):
+        here, there = ours.get(name, "absent"), theirs.get(name, "absent")
+        if here.split(".")[:parts] != there.split(".")[:parts]:
+            return f"the client runs {name} {there}, this daemon {name} {here}: install the same version on both sides"
+    return None

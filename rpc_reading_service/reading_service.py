@@ -1,0 +1,357 @@
+"""``RPCReadingService``: torchdata's calls turned into the client's."""
+
+import os
+import secrets
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import psutil
+import torch
+from torchdata.dataloader2 import ReadingServiceInterface
+from torchdata.dataloader2.graph import DataPipe
+from torchdata.dataloader2.random import SeedGenerator
+from torchdata.datapipes.iter import IterDataPipe
+from torchdata.datapipes.utils import pin_memory_fn
+
+from rpc_reading_service import graph, transport
+from rpc_reading_service.client import Client
+from rpc_reading_service.daemon import versions
+from rpc_reading_service.errors import AddressError, ClosedError
+from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
+from rpc_reading_service.launchers import LocalDaemons, local_slots
+from rpc_reading_service.protocol import SessionOptions
+
+WORKERS_VARIABLE = "RPC_READING_WORKERS"
+MAX_PREFETCH_BYTES = 2 << 30
+
+_INITIALIZED = {"_daemons", "_client", "_end_datapipe", "_seeds", "_finalizer"}
+
+PauseFn = Callable[[DataPipe], DataPipe]
+LimitFn = Callable[[DataPipe, int | None], DataPipe]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``RPCReadingService``, checked."""
+
+    workers: tuple[str, ...] | int | None
+    num_workers: int | None
+    worker_prefetch_cnt: int
+    in_order: bool
+    on_worker_loss: str
+    timeout: float | None
+    connect_timeout: float
+    pin_memory: bool
+    worker_init_fn: InitFn | None
+    worker_reset_fn: ResetFn | None
+    pickle_by_value: tuple[str, ...]
+    prefetch_bytes: int | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, int) and self.num_workers is not None and self.num_workers > self.workers:
+            raise ValueError(f"num_workers={self.num_workers}, but workers={self.workers} starts only {self.workers}")
+
+    def for_session(self, payload: graph.Payload) -> SessionOptions:
+        """What the client needs of them, for one session with this graph."""
+        return SessionOptions(
+            session=secrets.token_hex(16),
+            client=f"{socket.gethostname()} pid {os.getpid()}",
+            versions=versions(),
+            num_workers=self.num_workers,
+            prefetch_count=self.worker_prefetch_cnt,
+            prefetch_bytes=self.prefetch_bytes or min(psutil.virtual_memory().available // 4, MAX_PREFETCH_BYTES),
+            on_worker_loss=self.on_worker_loss,
+            timeout=self.timeout,
+            connect_timeout=self.connect_timeout,
+            graph_digest=payload.digest,
+            graph_chunks=payload.chunks,
+            graph_bytes=len(payload.data),
+        )
+
+
+class RPCReadingService(ReadingServiceInterface):
+    """Runs the replicable part of the graph on workers that may be anywhere, and feeds their batches to ``DataLoader2``.
+
+    The batches, and their order, are those of ``MultiProcessingReadingService`` with as many workers.
+
+    Args:
+        workers: addresses of the daemons, a list or a comma-separated string of ``host:port``; an int starts that many
+            workers on this machine; None takes the addresses in ``RPC_READING_WORKERS``, and if there are none starts
+            one worker per core on this machine
+        num_workers: number of shards; by default all slots that the daemons have free
+        worker_prefetch_cnt: batches per worker that may be in flight or waiting; small ones may be more, up to 256 KiB
+        in_order: round robin over the shards, always the same; otherwise whoever is ready first
+        on_worker_loss: ``"recover"`` runs the lost shard again elsewhere, without what has arrived already; ``"raise"``
+            raises ``WorkerLostError``; ``"drop"`` goes on without the rest of the shard, with a warning
+        timeout: seconds without any batch after which ``WorkerTimeoutError`` is raised; None waits for ever
+        connect_timeout: seconds that the daemons have to answer
+        pin_memory: put the tensors of each batch into page-locked memory; without CUDA it warns, as ``DataLoader`` does
+        worker_init_fn: called in each worker with the graph and a ``WorkerInfo``; returns the graph to use
+        worker_reset_fn: called in each worker at the start of each epoch with the graph, a ``WorkerInfo`` and a
+            ``SeedGenerator``; returns the graph to use
+        pickle_by_value: modules, or their names, that are sent along and need not be installed on the workers
+        prefetch_bytes: upper bound of all batches in flight or waiting, in bytes; one batch per worker may always
+            move; by default a quarter of the free memory, at most 2 GiB
+
+    Raises:
+        TypeError, ValueError, AddressError: an argument is none of what is allowed; named in the text.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str] | str | int | None = None,
+        *,
+        num_workers: int | None = None,
+        worker_prefetch_cnt: int = 4,
+        in_order: bool = True,
+        on_worker_loss: str = "recover",
+        timeout: float | None = 600.0,
+        connect_timeout: float = 30.0,
+        pin_memory: bool = False,
+        worker_init_fn: InitFn | None = None,
+        worker_reset_fn: ResetFn | None = None,
+        pickle_by_value: Sequence[str | ModuleType] = (),
+        prefetch_bytes: int | None = None,
+    ) -> None:
+        self._options = Options(
+            workers=_check_workers(workers),
+            num_workers=_at_least(1, "num_workers", num_workers, optional=True),
+            worker_prefetch_cnt=_at_least(1, "worker_prefetch_cnt", worker_prefetch_cnt),
+            in_order=bool(in_order),
+            on_worker_loss=_one_of(("recover", "raise", "drop"), "on_worker_loss", on_worker_loss),
+            timeout=_seconds("timeout", timeout, optional=True),
+            connect_timeout=_seconds("connect_timeout", connect_timeout),
+            pin_memory=bool(pin_memory),
+            worker_init_fn=_callable("worker_init_fn", worker_init_fn),
+            worker_reset_fn=_callable("worker_reset_fn", worker_reset_fn),
+            pickle_by_value=_check_modules(pickle_by_value),
+            prefetch_bytes=_at_least(1, "prefetch_bytes", prefetch_bytes, optional=True),
+        )
+        self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
+        self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
+        self._reset()
+
+    def _reset(self) -> None:
+        """What only an initialized service has."""
+        self._daemons: LocalDaemons | None = None
+        self._client: Client | None = None
+        self._end_datapipe: DataPipe | None = None
+        self._seeds = graph.Seeds()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._client or self._options}>"
+
+    # DataLoader2 pickles the service before initialize.
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._client is not None:
+            raise ClosedError("an initialized RPCReadingService cannot be pickled; pickle it before it is used")
+        state = {name: value for name, value in vars(self).items() if name not in _INITIALIZED}
+        state["_options"] = cloudpickle.dumps(self._options)  # lambdas and local functions among them
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _options=cloudpickle.loads(state["_options"]))
+        self._reset()
+
+    # From initialize to finalize.
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Split the graph, connect, start the workers; returns the part that stays here, with its new source.
+
+        Raises:
+            GraphError, ConnectError, VersionError, SlotsError, AddressError: see ``errors``.
+            Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there.
+        """
+        source = _Source()
+        split = graph.split(datapipe, source)
+        options = self._options
+        payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
+        client = source.client = Client(self._addresses(), options.for_session(payload), options.in_order)
+        source.pin = _pin if options.pin_memory and _can_pin() else None
+        self._client = client
+        # At interpreter exit, too, the workers are told before the sockets are torn down.
+        self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons)
+        try:
+            client.open()
+        except BaseException:
+            self.finalize()
+            raise
+        self._end_datapipe = split.end
+        return split.end
+
+    def _addresses(self) -> list[str]:
+        workers = self._options.workers
+        if isinstance(workers, tuple):
+            return list(workers)
+        from_environment = os.environ.get(WORKERS_VARIABLE) if workers is None else None
+        if from_environment:
+            return _parse_addresses(from_environment.split(","), f"the environment's {WORKERS_VARIABLE}")
+        self._daemons = LocalDaemons([workers or self._options.num_workers or local_slots()])
+        try:
+            return self._daemons.addresses
+        except BaseException:
+            self._daemons.close()
+            raise
+
+    def initialize_iteration(
+        self, seed_generator: SeedGenerator, iter_reset_fn: IterResetFn | None = None
+    ) -> IterResetFn | None:
+        """Draw the epoch's seeds and let every worker begin."""
+        client = self._initialized()
+        self._seeds.begin(seed_generator)
+        graph.seed_end(self._end_datapipe, seed_generator)
+        client.start_epoch(self._seeds.spawn(seed_generator, client.num_workers, iter_reset_fn))
+        return None
+
+    def finalize_iteration(self) -> None:
+        """Nothing: the workers are on standby when the epoch is over, and stop when the next begins."""
+
+    def finalize(self) -> None:
+        """End the workers, and the daemons that were started here. Idempotent; safe half-built and at exit."""
+        finalizer = vars(self).get("_finalizer")
+        if finalizer is not None:
+            finalizer()
+
+    def _initialized(self) -> Client:
+        if self._client is None:
+            raise ClosedError("the reading service has not been initialized")
+        return self._client
+
+    # Pause, resume, limit: as DataLoader2Iterator asks for them.
+
+    def _pause(self, pause_fn: PauseFn | None = None) -> PauseFn | None:
+        client = self._initialized()
+        graph.pause(self._end_datapipe)
+        client.pause(_pickled(pause_fn))
+        return None
+
+    def _resume(self, resume_fn: PauseFn | None = None) -> PauseFn | None:
+        client = self._initialized()
+        client.resume(_pickled(resume_fn))
+        graph.resume(self._end_datapipe)
+        return None
+
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:
+        if limit_fn is not None:
+            self._initialized().limit(None, _pickled(limit_fn))
+            limit_fn(self._end_datapipe, None)
+        return None
+
+
+class _Source(IterDataPipe[Any]):
+    """Takes the place of the branch that runs on the workers."""
+
+    client: Client
+    pin: Callable[[Any], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        client, pin = self.client, self.pin
+        while True:
+            try:
+                batch = client.next()
+            except StopIteration:
+                return
+            yield batch if pin is None else pin(batch)
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "the number of batches is not known here: workers produce them until their shards end; count an epoch, or "
+            "take len() of the DataPipe before it is given to DataLoader2"
+        )
+
+
+def _shut_down(client: Client, daemons: LocalDaemons | None) -> None:
+    client.close()
+    if daemons is not None:
+        daemons.close()
+
+
+def _can_pin() -> bool:
+    if not torch.cuda.is_available():
+        warnings.warn("pin_memory=True has no effect: no CUDA device is available", UserWarning, stacklevel=3)
+    return torch.cuda.is_available()
+
+
+def _pin(batch: Any) -> Any:
+    return pin_memory_fn(batch, torch.cuda.current_device())
+
+
+def _pickled(function: Any) -> bytes:
+    return b"" if function is None else bytes(cloudpickle.dumps(function, protocol=5))
+
+
+# Arguments.
+
+
+def _check_workers(workers: Sequence[str] | str | int | None) -> tuple[str, ...] | int | None:
+    if workers is None:
+        return None
+    if isinstance(workers, bool):
+        raise TypeError("workers must be addresses, a number of local workers, or None, not a bool")
+    if isinstance(workers, int):
+        return int(_at_least(1, "workers", workers))
+    if isinstance(workers, str):
+        workers = workers.split(",")
+    if not isinstance(workers, Sequence):
+        raise TypeError(f"workers must be addresses, a number of local workers, or None, not {workers!r}")
+    return tuple(_parse_addresses(workers, "workers"))
+
+
+def _parse_addresses(addresses: Sequence[str], name: str) -> list[str]:
+    parsed: list[str] = []
+    for address in addresses:
+        if not isinstance(address, str):
+            raise TypeError(f"{name}: a worker address must be a string such as 'cpu1:5555', not {address!r}")
+        parsed.append(transport.join_address(*transport.split_address(address.strip())))
+    if not parsed:
+        raise AddressError(f"{name} is empty: name at least one host:port, or leave it out for local workers")
+    repeated = sorted({address for address in parsed if parsed.count(address) > 1})
+    if repeated:
+        raise AddressError(f"{name} names {', '.join(repeated)} more than once")
+    return parsed
+
+
+def _check_modules(modules: Sequence[str | ModuleType]) -> tuple[str, ...]:
+    if isinstance(modules, str | ModuleType):
+        raise TypeError(f"pickle_by_value must be a sequence of modules or their names, such as ({modules!r},)")
+    return tuple(module if isinstance(module, str) else module.__name__ for module in modules)
+
+
+def _at_least(least: int, name: str, value: int | None, optional: bool = False) -> Any:
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{' or None' * optional}, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return value
+
+
+def _seconds(name: str, value: float | None, optional: bool = False) -> Any:
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be seconds as a number{' or None' * optional}, not {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name} must be more than 0 seconds, not {value}")
+    return float(value)
+
+
+def _one_of(choices: Sequence[str], name: str, value: str) -> str:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+    return value
+
+
+def _callable(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, not {value!r}")
+    return value

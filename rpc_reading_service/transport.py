@@ -1,0 +1,464 @@
+"""The only place that opens, polls or closes a socket; ZeroMQ stays behind it.
+
+A socket belongs to the thread that opened it; ``Waker`` is how any other thread gets that thread's attention. Every
+socket lingers for a chosen time, and every wait has a ``Deadline``.
+"""
+
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from rpc_reading_service.errors import AddressError
+from rpc_reading_service.messages import CHUNK_BYTES, CONTROL_BYTES
+
+Frame: TypeAlias = bytes | bytearray | memoryview
+
+DATA_BYTES = CHUNK_BYTES + (64 << 10)
+"""Largest frame that the client's data socket accepts."""
+
+HANDSHAKE_BYTES = 4096
+"""Largest frame that a worker's data socket accepts: nothing is ever sent to it, but the handshake's commands count."""
+
+HEARTBEAT_MS = 4_000
+HEARTBEAT_TIMEOUT_MS = 14_000
+"""ZMTP heartbeats run in libzmq's own thread, so a process that holds the GIL still answers and one that is stopped, or
+whose host vanished, does not. A time-out counts silence between frames, which on the data channel are 1 MiB at most."""
+
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 2_000
+
+
+class Deadline:
+    """A point in time that every wait of one public call shares; None never comes.
+
+    Args:
+        timeout: seconds from now
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def __repr__(self) -> str:
+        return f"<Deadline {self.timeout} s, {self.remaining()} s left>"
+
+    def remaining(self, at_most: float | None = None) -> float | None:
+        """Seconds left, never negative, and not more than ``at_most``."""
+        if self._end is None:
+            return at_most
+        left = max(0.0, self._end - time.monotonic())
+        return left if at_most is None else min(left, at_most)
+
+    @property
+    def expired(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
+
+# Addresses.
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?\.?")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, ``[ipv6]:port`` or ``tcp://host:port``.
+
+    Raises:
+        AddressError: it is none of them; libzmq itself would accept most of what is refused here, and stay silent.
+    """
+    text = address.removeprefix("tcp://")
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise AddressError(f"worker address {address!r} has no port: write host:port")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if not _is_ipv6(host):
+            raise AddressError(f"worker address {address!r}: {host!r} is not an IPv6 address")
+    elif ":" in host:
+        raise AddressError(f"worker address {address!r}: write an IPv6 address in brackets, as in [::1]:5555")
+    elif not _NAME.fullmatch(host):
+        raise AddressError(f"worker address {address!r} has no valid host name: write host:port")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise AddressError(f"worker address {address!r}: the port must be a number from 1 to 65535, not {port!r}")
+    return host, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    except OSError:
+        return False
+    return True
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(address: str) -> list[str]:
+    """The IP addresses of a worker address, each joined with its port, in the system's order.
+
+    Raises:
+        AddressError: the name does not resolve.
+    """
+    host, port = split_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise AddressError(f"worker address {address!r}: the host name {host!r} does not resolve ({error})") from error
+    return list(dict.fromkeys(join_address(str(sockaddr[0]), port) for *_, sockaddr in found))
+
+
+def probe(address: str, timeout: float = 1.0) -> str | None:
+    """Why no TCP connection to an IP address can be made; None if one can."""
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except TimeoutError:
+        return "no answer: the host is down, or a firewall drops the packets"
+    except ConnectionRefusedError:
+        return "connection refused: nothing listens there; start rpc-reading-worker, or mend the port"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def diagnose(address: str) -> str:
+    """Why a daemon did not answer a greeting, in words for the user."""
+    try:
+        candidates = resolve(address)
+    except AddressError as error:
+        return str(error)
+    troubles = [probe(candidate) for candidate in candidates]
+    if None in troubles:
+        return "something answers TCP there, but it is no rpc-reading-worker, or it wants keys"
+    return troubles[0] or ""
+
+
+def _endpoint(address: str) -> str:
+    """The ZeroMQ endpoint: of several IP addresses the first that accepts (localhost may be ::1 or 127.0.0.1)."""
+    candidates = resolve(address)
+    if len(candidates) > 1:
+        accepting = [candidate for candidate in candidates if probe(candidate) is None]
+        candidates = accepting or candidates
+    return f"tcp://{candidates[0]}"
+
+
+# Sockets.
+
+
+def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int) -> "zmq.Socket[bytes]":
+    socket_ = context.socket(kind)
+    socket_.linger = 0
+    socket_.ipv6 = True
+    socket_.maxmsgsize = max_bytes
+    socket_.sndhwm = socket_.rcvhwm = 0  # windows bound what is in flight; a mark would only block or drop
+    socket_.heartbeat_ivl = HEARTBEAT_MS
+    socket_.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    socket_.reconnect_ivl = RECONNECT_MS
+    socket_.reconnect_ivl_max = RECONNECT_MAX_MS
+    socket_.tcp_keepalive = 1
+    return socket_
+
+
+class Context:
+    """Owns the sockets of one client, daemon or worker; closing it closes them all."""
+
+    def __init__(self, io_threads: int = 1) -> None:
+        self._context: zmq.Context[Any] = zmq.Context(io_threads)
+
+    def close(self) -> None:
+        """Close every socket at once; what they still had to send is lost."""
+        self._context.destroy(linger=0)
+
+    def dealer(self, address: str) -> "Dealer":
+        return Dealer(self._context, address)
+
+    def router(self, host: str, port: int) -> "Router":
+        return Router(self._context, host, port)
+
+    def pull(self) -> "Pull":
+        return Pull(self._context)
+
+    def push(self, host: str, ports: Iterable[int]) -> "Push":
+        return Push(self._context, host, ports)
+
+
+class Dealer:
+    """The client's end of the control channel to one daemon."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+        self.address = address
+        self._socket = _open(context, zmq.DEALER, CONTROL_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(_endpoint(address))
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    @property
+    def raw_monitor(self) -> Any:
+        return self._monitor
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def receive_all(self) -> Iterator[list[bytes]]:
+        yield from _drain(self._socket)
+
+    def dropped(self) -> bool:
+        """Whether the connection broke since the last call."""
+        return sum(1 for _ in _drain(self._monitor)) > 0
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+
+class Router:
+    """The daemon's end of the control channel to all its clients.
+
+    Raises:
+        OSError: the port is taken, or the host is not one of this machine's.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", host: str, port: int) -> None:
+        self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.port = _bind(self._socket, host, [port])
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    @property
+    def raw_monitor(self) -> Any:
+        return self._monitor
+
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        """To one client; a client that is gone gets nothing, and no error."""
+        self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+
+    def receive_all(self, at_most: int = 100) -> Iterator[tuple[bytes, int, list[bytes]]]:
+        """Identity, connection number and frames of each message; the number is that of ``dropped``."""
+        for _ in range(at_most):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            connection = int(frames[-1].get(zmq.SRCFD))
+            yield frames[0].bytes, connection, [frame.bytes for frame in frames[1:]]
+
+    def dropped(self) -> list[int]:
+        """Connections that broke since the last call."""
+        return [int(parse_monitor_message(frames)["value"]) for frames in _drain(self._monitor)]
+
+    def close(self, linger: float) -> None:
+        """Close; answers on their way get ``linger`` seconds."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger * 1000))
+
+
+class Pull:
+    """The client's data socket: every worker's stream arrives here."""
+
+    def __init__(self, context: "zmq.Context[Any]") -> None:
+        self._socket = _open(context, zmq.PULL, DATA_BYTES)
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    def connect(self, address: str, port: int) -> str:
+        """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
+        host, daemon_port = split_address(address)
+        ip, _ = split_address(_endpoint(join_address(host, daemon_port)).removeprefix("tcp://"))
+        endpoint = f"tcp://{join_address(ip, port)}"
+        self._socket.connect(endpoint)
+        return endpoint
+
+    def disconnect(self, endpoint: str) -> None:
+        self._socket.disconnect(endpoint)
+
+    def receive(self) -> bytes | None:
+        """The first frame of the next message; None if nothing has arrived."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    @property
+    def more(self) -> bool:
+        """Whether the current message has a further frame."""
+        return bool(self._socket.rcvmore)
+
+    def receive_frame(self) -> bytes:
+        """A further frame of the current message."""
+        return self._socket.recv()
+
+    def receive_into(self, place: Any) -> int:
+        """A further frame, written into a writable buffer; returns the frame's size, which may be larger."""
+        return int(self._socket.recv_into(place))
+
+    def skip(self) -> None:
+        """Drop what is left of the current message."""
+        while self._socket.rcvmore:
+            self._socket.recv_into(bytearray())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Push:
+    """A worker's data socket.
+
+    Raises:
+        OSError: none of the ports is free.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", host: str, ports: Iterable[int]) -> None:
+        self._socket = _open(context, zmq.PUSH, HANDSHAKE_BYTES)
+        self.port = _bind(self._socket, host, ports)
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """False if no client is connected yet, and nothing was sent."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def _bind(socket_: "zmq.Socket[bytes]", host: str, ports: Iterable[int]) -> int:
+    error: OSError = OSError(f"no port to bind on {host}")
+    for port in ports:
+        try:
+            socket_.bind(f"tcp://{join_address(host, port) if port else _wildcard(host)}")
+        except zmq.ZMQError as zmq_error:
+            error = OSError(zmq_error.errno, f"cannot bind {join_address(host, port)}: {zmq_error.strerror}")
+            continue
+        return split_address(socket_.last_endpoint.rstrip(b"\0").decode())[1]
+    raise error
+
+
+def _wildcard(host: str) -> str:
+    return f"[{host}]:*" if ":" in host else f"{host}:*"
+
+
+def _drain(socket_: Any) -> Iterator[list[bytes]]:
+    while True:
+        try:
+            yield socket_.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+# Waiting.
+
+
+class Waker:
+    """Wakes a thread that waits in ``Poller.wait``, from any other thread or from a signal handler."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    @property
+    def raw(self) -> socket.socket:
+        return self._receiver
+
+    def fileno(self) -> int:
+        """Of the end to write to, for ``signal.set_wakeup_fd``."""
+        return self._sender.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._sender.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # full: it is awake already; closed: it needs no waking any more
+
+    def clear(self) -> bytes:
+        """Forget the calls so far; returns one byte for each: signal numbers, or zeros."""
+        try:
+            return self._receiver.recv(4096)
+        except BlockingIOError:
+            return b""
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class Poller:
+    """Waits for any of a set of things: sockets, pipes, process sentinels."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def watch(self, raw: Any, writable: bool = False) -> None:
+        self._poller.register(raw, zmq.POLLOUT if writable else zmq.POLLIN)
+
+    def forget(self, raw: Any) -> None:
+        self._poller.unregister(raw)
+
+    def wait(self, seconds: float) -> set[Any]:
+        """Those that are ready: sockets themselves, file descriptors for anything else."""
+        return {raw for raw, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))}
+
+
+class Channel:
+    """Messages between the daemon and a worker process, over a multiprocessing pipe: ``[message]`` or with a payload.
+
+    It has no name that anybody else could connect to.
+    """
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+
+    @property
+    def raw(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """False if the other end is gone."""
+        try:
+            self._connection.send_bytes(struct.pack("<I", len(frames[0])) + b"".join(frames))
+        except OSError:
+            return False
+        return True
+
+    def receive_all(self) -> Iterator[list[bytes]]:
+        """What has arrived.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        while self._connection.poll():
+            try:
+                data = self._connection.recv_bytes()
+            except OSError as error:
+                raise EOFError from error
+            (size,) = struct.unpack_from("<I", data)
+            first, rest = data[4 : 4 + size], data[4 + size :]
+            yield [first, rest] if rest else [first]
+
+    def close(self) -> None:
+        self._connection.close()

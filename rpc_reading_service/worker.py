@@ -1,0 +1,454 @@
+"""One worker process: it runs one shard of one session's graph.
+
+Two threads, one owner for each thing:
+
+    main thread    the graph: takes commands and room in the window from the mailbox, gives it encoded batches
+    I/O thread     the channel to the daemon and the data socket: commands in, batches out
+
+User code may hold the GIL or sleep for as long as it likes: what it has produced is sent, and where it is can be asked.
+While the main thread is quick, several small batches gather in the mailbox before the I/O thread's turn comes, and
+travel together; while it is slow, each leaves at once. If the daemon dies, so does the worker.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from rpc_reading_service import buffers, codec, graph, messages, protocol, transport
+from rpc_reading_service.messages import (
+    CHUNK_BYTES,
+    AskStack,
+    Batches,
+    Chunk,
+    Credit,
+    Data,
+    Done,
+    EndOfShard,
+    FromWorker,
+    Large,
+    Limit,
+    Message,
+    Opened,
+    Pause,
+    Resume,
+    ShardError,
+    Stack,
+    StartEpoch,
+    StartWorker,
+    StopWorker,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 70
+"""The graph could not be built; WorkerFailed has said why."""
+
+EXIT_ORPHANED = 71
+"""The daemon is gone."""
+
+BATCHES_PER_MESSAGE = 1024
+IDLE_S = 60.0
+_PR_SET_PDEATHSIG = 1
+"""From Linux's sys/prctl.h."""
+
+
+class Parcel(NamedTuple):
+    """Something for the client, in the order of production."""
+
+    epoch: int
+    seq: int
+    kind: type[Data]
+    """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
+    header: bytes = b""
+    buffers: Sequence[memoryview] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
+
+
+class Mailbox:
+    """Where the two threads meet: commands one way, parcels the other, and the window between them.
+
+    Args:
+        window: whether one more batch may be produced
+        waker: wakes the I/O thread
+    """
+
+    def __init__(self, window: protocol.Window, waker: transport.Waker) -> None:
+        self._window = window
+        self._waker = waker
+        self._changed = threading.Condition()
+        self._commands: deque[tuple[Any, bytes | None]] = deque()
+        self._parcels: list[Parcel] = []
+        self._io_waits = False
+        self._epoch = 0
+
+    # For the main thread.
+
+    def take(self, producing: bool, replaying: bool) -> tuple[Any, bytes | None] | None:
+        """The next command; None if there is none and producing may go on. Waits for one or the other.
+
+        A replay is not bounded by the window: what it suppresses is not in flight.
+        """
+        with self._changed:
+            while not self._commands:
+                if producing and (replaying or self._window.is_open):
+                    return None
+                self._changed.wait()
+            return self._commands.popleft()
+
+    def put(self, parcel: Parcel) -> None:
+        """Hand a parcel to the I/O thread."""
+        with self._changed:
+            if parcel.epoch != self._epoch:
+                return  # the next epoch's command came meanwhile
+            if parcel.kind is Batches:
+                self._window.produce(protocol.weight(parcel.sizes))
+            self._parcels.append(parcel)
+            io_waits, self._io_waits = self._io_waits, False
+        if io_waits:
+            self._waker.wake()
+
+    # For the I/O thread.
+
+    def command(self, message: Any, payload: bytes | None) -> None:
+        """A command for the main thread; the window follows at once."""
+        with self._changed:
+            match message:
+                case Credit():
+                    if message.epoch == self._epoch:
+                        self._window.credit(message.consumed)
+                case StartEpoch():
+                    self._epoch = message.epoch
+                    self._parcels.clear()
+                    self._window.begin(message.skip, message.credit)
+                    self._commands.append((message, payload))
+                case _:
+                    self._commands.append((message, payload))
+            self._changed.notify()
+
+    def collect(self) -> list[Parcel]:
+        """Everything that waits to be sent; if it is nothing, the next parcel wakes the I/O thread."""
+        with self._changed:
+            parcels, self._parcels = self._parcels, []
+            self._io_waits = not parcels
+        return parcels
+
+
+class Runner:
+    """The main thread's work: the worker's side of the state machine.
+
+    Args:
+        shard: what to run
+        mailbox: where commands come from and parcels go
+        reply: sends a control message back to the client
+        start: which worker this is
+    """
+
+    def __init__(self, shard: graph.Shard, mailbox: Mailbox, reply: "Reply", start: StartWorker) -> None:
+        self.state = protocol.WorkerState.STARTING
+        self.busy_since: float | None = None
+        self._shard = shard
+        self._mailbox = mailbox
+        self._reply = reply
+        self._start = start
+        self._encoder = codec.Encoder()
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = 0
+        self._seq = 0
+        self._skip = 0
+        self._change(protocol.WorkerEvent.READY)
+
+    def _change(self, event: protocol.WorkerEvent) -> None:
+        self.state = protocol.advance(self.state, event)
+        logger.debug("= worker %d is %s", self._start.worker, self.state.value)
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while True:
+            producing = self.state is protocol.WorkerState.RUNNING
+            command = self._mailbox.take(producing, replaying=self._skip > 0)
+            if command is None:
+                self._produce()
+            elif isinstance(command[0], StopWorker):
+                return
+            else:
+                self._obey(*command)
+
+    def _obey(self, message: Any, payload: bytes | None) -> None:
+        logger.debug("< %s", message)
+        match message:
+            case StartEpoch():
+                self._begin(message, payload or b"")
+            case Pause():
+                self._change(protocol.WorkerEvent.PAUSE)
+                self._answer(message, self._shard.pause, payload)
+            case Resume():
+                self._answer(message, self._shard.resume, payload)
+                self._change(protocol.WorkerEvent.RESUME)
+            case Limit():
+                self._answer(message, self._shard.limit, message.num_batches, payload)
+
+    def _answer(self, message: Pause | Resume | Limit, act: Any, *args: Any) -> None:
+        error: bytes | None = None
+        try:
+            act(*args)
+        except BaseException as caught:  # user code may raise anything; the client is told
+            error = codec.encode_error(caught)
+        self._reply(Done(message.session, message.worker, message.attempt, message.request), error)
+
+    # An epoch.
+
+    def _begin(self, message: StartEpoch, seeds: bytes) -> None:
+        self._change(protocol.WorkerEvent.BEGIN)
+        self._epoch, self._seq, self._skip = message.epoch, message.skip, message.skip
+        # The old iterator ends first: a thread of its own would go on drawing from the generators seeded next.
+        self._iterator = None
+        try:
+            self._iterator = self._shard.begin(seeds)
+        except BaseException as error:  # as above
+            self._fail(error)
+
+    def _produce(self) -> None:
+        """One step of the graph: a batch, its end, or its exception."""
+        assert self._iterator is not None
+        self.busy_since = time.monotonic()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._finish(EndOfShard)
+        except BaseException as error:  # user code may raise anything; the client is told, in order
+            self._fail(error)
+        else:
+            self._deliver(batch)
+        finally:
+            self.busy_since = None
+
+    def _deliver(self, batch: Any) -> None:
+        if self._skip:
+            self._skip -= 1
+            return
+        try:
+            encoded = self._encoder.encode(batch)
+        except BaseException as error:  # a batch's own reducers may raise anything, too
+            return self._fail(error)
+        # User code can reach the batch's memory as soon as it goes on.
+        copies = [buffers.snapshot(buffer) for buffer in encoded.buffers]
+        self._mailbox.put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
+        self._seq += 1
+
+    def _fail(self, error: BaseException) -> None:
+        self._finish(ShardError, codec.encode_error(error))
+
+    def _finish(self, kind: type[Data], body: bytes = b"") -> None:
+        self._change(protocol.WorkerEvent.END)
+        self._mailbox.put(Parcel(self._epoch, self._seq, kind, body))
+        self._iterator = None
+
+
+class Reply:
+    """Sends control messages to the client by way of the daemon; safe from both threads."""
+
+    def __init__(self, channel: transport.Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def __call__(self, message: FromWorker, payload: bytes | None = None) -> None:
+        logger.debug("> %s", message)
+        frames = [messages.encode(message)]
+        with self._lock:
+            self._channel.send(frames if payload is None else [*frames, payload])
+
+
+class IOThread:
+    """Moves commands in and parcels out.
+
+    Args:
+        channel: to the daemon
+        push: the data socket
+        start: which worker this is
+    """
+
+    def __init__(
+        self, channel: transport.Channel, push: transport.Push, waker: transport.Waker, mailbox: Mailbox, reply: Reply,
+        start: StartWorker,
+    ) -> None:  # fmt: skip
+        self.runner: Runner | None = None
+        self._channel = channel
+        self._push = push
+        self._waker = waker
+        self._mailbox = mailbox
+        self._reply = reply
+        self._start = start
+        self._outgoing: deque[list[transport.Frame]] = deque()
+        self._poller = transport.Poller()
+        self._main_thread = threading.main_thread().ident
+        self._send(Opened(start.session, start.worker, start.attempt, 0, 0))
+
+    def run(self) -> None:
+        """Until the daemon is gone, and then end the process, whatever the main thread is doing."""
+        self._poller.watch(self._channel.raw)
+        self._poller.watch(self._waker.raw)
+        try:
+            while True:
+                self._step()
+        except EOFError:
+            os._exit(EXIT_ORPHANED)
+        except BaseException:
+            logger.critical("the I/O thread of worker %d failed", self._start.worker, exc_info=True)
+            os._exit(EXIT_ORPHANED)
+
+    def _step(self) -> None:
+        parcels = self._mailbox.collect()
+        for frames in self._pack(parcels):
+            self._outgoing.append(frames)
+        blocked = not self._flush()
+        if blocked:
+            self._poller.watch(self._push.raw, writable=True)
+        self._poller.wait(0.0 if parcels else IDLE_S)
+        if blocked:
+            self._poller.forget(self._push.raw)
+        self._waker.clear()
+        for frames in self._channel.receive_all():
+            self._command(frames)
+
+    def _command(self, frames: list[bytes]) -> None:
+        try:
+            message = messages.decode(frames[0], ToWorker)
+        except msgspec.DecodeError as error:
+            logger.error("! a command cannot be read: %s", error)
+            return
+        if isinstance(message, AskStack):
+            return self._reply(self._stack(message))
+        if isinstance(message, StartEpoch):
+            self._outgoing = deque(frames for frames in self._outgoing if len(frames) == 1)  # Opened stays
+        self._mailbox.command(message, frames[1] if len(frames) > 1 else None)
+
+    # Out.
+
+    def _flush(self) -> bool:
+        """Send what can be sent; False if no client is connected yet."""
+        while self._outgoing:
+            if not self._push.send(self._outgoing[0]):
+                return False
+            self._outgoing.popleft()
+        return True
+
+    def _send(self, header: Message, *body: transport.Frame) -> None:
+        self._outgoing.append([messages.encode(header), *body])
+
+    def _pack(self, parcels: Sequence[Parcel]) -> Iterator[list[transport.Frame]]:
+        """Messages for these parcels: small batches together, a large one in chunks."""
+        together: list[Parcel] = []
+        room = CHUNK_BYTES
+        for parcel in parcels:
+            nbytes = sum(parcel.sizes)
+            small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
+            if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
+                yield self._batches(together)
+                together, room = [], CHUNK_BYTES
+            if small:
+                together.append(parcel)
+                room -= nbytes
+            elif parcel.kind is Batches:
+                yield from self._large(parcel)
+            else:
+                yield [messages.encode(self._header(parcel, parcel.kind)), parcel.header]
+        if together:
+            yield self._batches(together)
+
+    def _header(self, parcel: Parcel, kind: Any, *fields: Any) -> Message:
+        start = self._start
+        header: Message = kind(start.session, start.worker, start.attempt, parcel.epoch, parcel.seq, *fields)
+        return header
+
+    def _batches(self, parcels: Sequence[Parcel]) -> list[transport.Frame]:
+        header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels])
+        body = b"".join(parcel.header for parcel in parcels)
+        return [messages.encode(header), body, *(buffer for parcel in parcels for buffer in parcel.buffers)]
+
+    def _large(self, parcel: Parcel) -> Iterator[list[transport.Frame]]:
+        yield [messages.encode(self._header(parcel, Large, parcel.sizes))]
+        for part, data in enumerate([memoryview(parcel.header), *parcel.buffers]):
+            for offset in range(0, data.nbytes, CHUNK_BYTES):
+                header = self._header(parcel, Chunk, part, offset)
+                yield [messages.encode(header), data[offset : offset + CHUNK_BYTES]]
+
+    # What the main thread is doing.
+
+    def _stack(self, message: AskStack) -> Stack:
+        since = self.runner.busy_since if self.runner else None
+        busy = 0.0 if since is None else time.monotonic() - since
+        return Stack(message.session, message.worker, message.attempt, busy, self._where())
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._main_thread or 0)
+        if frame is None:
+            return "no main thread"
+        ours = os.path.dirname(__file__)
+        entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(ours)]
+        user = [entry for entry in entries if "site-packages" not in entry.filename and "/lib/python" not in entry.filename]
+        entry = (user or entries)[-1]
+        return f"{entry.name}, {os.path.basename(entry.filename)}:{entry.lineno}"
+
+
+# The process.
+
+
+def main(connection: "Connection[Any, Any]", graph_fd: Any, start: StartWorker, host: str, ports: Sequence[int]) -> None:
+    """Entry point of the process, called by multiprocessing's forkserver."""
+    _become_worker(start)
+    channel = transport.Channel(connection)
+    reply = Reply(channel)
+    context = transport.Context()
+    waker = transport.Waker()
+    mailbox = Mailbox(protocol.Window(start.prefetch_count, start.prefetch_bytes), waker)
+    try:
+        push = context.push(host, ports)
+        io = IOThread(channel, push, waker, mailbox, reply, start)
+        threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
+        shard = graph.load(_map(graph_fd.detach()), start.num_workers, start.worker)
+    except BaseException as error:  # user code may raise anything; the client is told
+        failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
+        reply(failed, codec.encode_error(error))
+        os._exit(EXIT_FAILED)
+    runner = io.runner = Runner(shard, mailbox, reply, start)
+    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), push.port))
+    runner.run()
+
+
+def _become_worker(start: StartWorker) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the daemon's terminal is the daemon's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    buffers.tune_malloc()
+    torch.set_num_threads(1)
+    threading.current_thread().name = f"worker-{start.worker}"
+
+
+def _map(fd: int) -> Any:
+    """The graph's bytes, shared with every worker that maps them."""
+    with os.fdopen(fd, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def warm_up() -> None:
+    """Does nothing, in a process that has everything imported."""
