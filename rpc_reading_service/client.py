@@ -18,25 +18,19 @@ from typing import Any
 
 import msgspec
 
-from rpc_reading_service import buffers, codec, messages, protocol, transport
+from rpc_reading_service import codec, messages, protocol, transport
 from rpc_reading_service.errors import (
     ClosedError,
     ConnectError,
     RPCReadingError,
-    StreamError,
     WorkerError,
     WorkerTimeoutError,
 )
 from rpc_reading_service.merge import Entry, Merge, Signal
 from rpc_reading_service.messages import (
-    CHUNK_BYTES,
     AskStack,
-    Batches,
-    Chunk,
     EndOfShard,
     FromDaemon,
-    FromWorkerData,
-    Large,
     Limit,
     Opened,
     Pause,
@@ -44,6 +38,7 @@ from rpc_reading_service.messages import (
     ShardError,
     Stack,
 )
+from rpc_reading_service.stream import Arrival, StreamReader
 from rpc_reading_service.transport import Deadline
 
 logger = logging.getLogger(__name__)
@@ -205,21 +200,26 @@ class Client:
         self._session.credit(worker, self._reported[worker])
 
     def pause(self, pause_fn: bytes) -> None:
-        """Every worker stops producing, once it has finished the batch it is at."""
-        self._request(Pause, pause_fn)
+        """Every worker stops producing, once it has finished the batch it is at; whoever feeds them comes last."""
+        self._request(Pause, pause_fn, dispatching=False)
+        self._request(Pause, pause_fn, dispatching=True)
 
     def resume(self, resume_fn: bytes) -> None:
-        """Every worker goes on."""
-        self._request(Resume, resume_fn)
+        """Every worker goes on; whoever feeds them comes first."""
+        self._request(Resume, resume_fn, dispatching=True)
+        self._request(Resume, resume_fn, dispatching=False)
 
     def limit(self, num_batches: int | None, limit_fn: bytes) -> None:
         """Every worker applies the function to its graph."""
-        self._request(Limit, limit_fn, num_batches)
+        self._request(Limit, limit_fn, False, num_batches)
+        self._request(Limit, limit_fn, True, num_batches)
 
-    def _request(self, kind: type[Pause | Resume | Limit], function: bytes, num_batches: int | None = None) -> None:
+    def _request(
+        self, kind: type[Pause | Resume | Limit], function: bytes, dispatching: bool, *more: int | None
+    ) -> None:
         with self._changed:
             self._check_usable()
-            request = self._session.request(kind, function, time.monotonic(), num_batches)
+            request = self._session.request(kind, function, dispatching, time.monotonic(), *more)
             self._waker.wake()
             name = kind.__name__.lower()
             self._wait(
@@ -357,7 +357,6 @@ class _IOThread:
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._endpoints: dict[tuple[int, int], str] = {}
-        self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
 
     def start(self) -> None:
@@ -373,6 +372,7 @@ class _IOThread:
     def _run(self) -> None:
         try:
             self._pull = self._context.pull()
+            self._reader = StreamReader(self._pull, self._accepts)
             self._poller.watch(self._pull.raw)
             self._poller.watch(self._client.waker.raw)
             for address in self._client.session.links:
@@ -457,7 +457,7 @@ class _IOThread:
 
     def _disconnect(self, worker: int, attempt: int) -> None:
         endpoint = self._endpoints.pop((worker, attempt), None)
-        self._assemblies.pop(worker, None)
+        self._reader.forget(worker)
         if endpoint is not None:
             self._pull.disconnect(endpoint)
 
@@ -476,8 +476,8 @@ class _IOThread:
                 self._client.session.receive(dealer.address, message, frames[1] if len(frames) > 1 else None, now)
                 if isinstance(message, Stack):
                     self._client.stack(message)
-                if self._client.session.workers:
-                    self._client.workers_known(len(self._client.session.workers))
+                if self._client.session.num_shards:
+                    self._client.workers_known(self._client.session.num_shards)
                 self._client.lock.notify_all()
         if dealer.dropped():
             with self._client.lock:
@@ -485,99 +485,39 @@ class _IOThread:
 
     # Data messages.
 
-    def _receive_data(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            frame = self._pull.receive()
-            if frame is None:
-                return
-            try:
-                header = messages.decode(frame, FromWorkerData)
-                self._take_in(header)
-            except (msgspec.DecodeError, StreamError) as error:
-                logger.warning("! a data message was dropped: %s", error)
-            finally:
-                self._pull.skip()
-
-    def _take_in(self, header: Any) -> None:
-        now = time.monotonic()
+    def _accepts(self, header: Any) -> bool:
         with self._client.lock:
             if header.session != self._client.session.options.session:
-                return
-            if isinstance(header, Opened):
-                self._client.merge.restart(header.worker, header.attempt)
-                self._client.session.data_opened(header.worker, header.attempt, now)
-                self._client.arrived()
-                return
-            try:
-                if not self._client.merge.accepts(header):
-                    return
-            except StreamError as error:
-                self._client.session.break_off(header.worker, header.attempt, str(error), now)
-                raise
-        match header:
-            case Batches():
-                self._batches(header)
-            case Large():
-                self._assemblies[header.worker] = (header, buffers.Assembly(header.sizes))
-            case Chunk():
-                self._chunk(header)
-            case EndOfShard() | ShardError():
-                self._end(header)
+                return False
+            return isinstance(header, Opened) or self._client.merge.accepts(header)
 
-    def _batches(self, header: Batches) -> None:
-        body = memoryview(self._pull.receive_frame())
-        entries, start = [], 0
-        for header_size, *sizes in header.sizes:
-            parts = [self._buffer(size) for size in sizes]
-            codec_header = body[start : start + header_size]
-            entries.append(Entry(codec_header, parts, protocol.weight((header_size, *sizes))))
-            start += header_size
-        self._add(header, entries)
+    def _receive_data(self) -> None:
+        for arrival in self._reader.read(MESSAGES_PER_TURN):
+            with self._client.lock:
+                self._arrive(arrival)
 
-    def _buffer(self, size: int) -> Any:
-        buffer = buffers.allocate(size)
-        if not self._pull.more or self._pull.receive_into(buffer) != size:
-            raise StreamError("a buffer has not the size that was announced")
-        return buffer
-
-    def _chunk(self, chunk: Chunk) -> None:
-        large, assembly = self._assemblies.get(chunk.worker, (None, None))
-        if large is None or assembly is None or _stream(large) != _stream(chunk):
+    def _arrive(self, arrival: Arrival) -> None:
+        header, now = arrival.header, time.monotonic()
+        client, session, merge = self._client, self._client.session, self._client.merge
+        if header is None or arrival.error is not None:
+            logger.warning("! a data message was dropped: %s", arrival.error)
+            if header is not None:
+                session.break_off(header.worker, header.attempt, str(arrival.error), now)
             return
-        place = assembly.place(chunk.part, chunk.offset)
-        size = self._pull.receive_into(place[:CHUNK_BYTES]) if place is not None and self._pull.more else 0
-        if place is None or not 0 < size <= place.nbytes:
-            del self._assemblies[chunk.worker]
-            raise StreamError(f"worker {chunk.worker}: a piece of a batch is missing or has the wrong size")
-        assembly.filled(chunk.part, size)
-        with self._client.lock:
-            self._client.arrived()
-        if assembly.complete:
-            del self._assemblies[chunk.worker]
-            header, *parts = assembly.parts
-            self._add(large, [Entry(memoryview(header), parts, protocol.weight(large.sizes))])
-
-    def _add(self, header: Batches | Large, entries: Sequence[Entry]) -> None:
-        with self._client.lock:
-            if self._client.merge.accepts(header):  # the epoch may have changed meanwhile
-                self._client.merge.add(header.worker, entries)
-                self._client.arrived()
-
-    def _end(self, header: EndOfShard | ShardError) -> None:
-        body = self._pull.receive_frame() if self._pull.more else b""
-        with self._client.lock:
-            if not self._client.merge.accepts(header):
-                return
-            if isinstance(header, ShardError):
-                self._client.merge.fail(header.worker, body)
-            else:
-                self._client.merge.end(header.worker)
-            self._client.session.shard_ended(header.worker, time.monotonic())
-            self._client.arrived()
-
-
-def _stream(header: Large | Chunk) -> tuple[int, int, int]:
-    return header.attempt, header.epoch, header.seq
+        if isinstance(header, Opened):
+            merge.restart(header.worker, header.attempt)
+            session.data_opened(header.worker, header.attempt, now)
+        elif not merge.accepts(header):
+            return  # the next epoch was started while it was received
+        elif isinstance(header, ShardError):
+            merge.fail(header.worker, arrival.body)
+            session.shard_ended(header.worker, now)
+        elif isinstance(header, EndOfShard):
+            merge.end(header.worker)
+            session.shard_ended(header.worker, now)
+        else:
+            merge.add(header.worker, arrival.entries)
+        client.arrived()
 
 
 def remote_error(action: protocol.FailRemotely) -> BaseException:

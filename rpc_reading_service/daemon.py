@@ -29,6 +29,7 @@ from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     AskStack,
     CloseSession,
+    ConnectFeed,
     Credit,
     FromClient,
     FromWorker,
@@ -299,7 +300,7 @@ class Daemon:
             case StopWorker():
                 if worker := session.workers.get((message.worker, message.attempt)):
                     worker.stop(now)
-            case StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
+            case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
                 self._relay_down(session, message, payload)
             case Heartbeat():
                 self._send(identity, HeartbeatReply(session.session, self.boot))

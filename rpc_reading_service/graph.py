@@ -18,13 +18,16 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
-from torchdata.dataloader2.graph import DataPipe, list_dps, replace_dp, set_graph_random_seed, traverse_dps
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+from torch.utils.data.graph_settings import apply_sharding
+from torchdata.dataloader2.graph import DataPipe, find_dps, list_dps, replace_dp, set_graph_random_seed, traverse_dps
 from torchdata.dataloader2.graph.utils import _find_replicable_branches
 from torchdata.dataloader2.random import SeedGenerator
 from torchdata.dataloader2.utils import WorkerInfo
 from torchdata.dataloader2.utils.dispatch import (
     _DummyIterDataPipe,
     find_lca_round_robin_sharding_dp,
+    find_non_dispatching_branches,
 )
 from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
 from torchdata.datapipes.iter import IterDataPipe, Prefetcher
@@ -104,6 +107,8 @@ class Payload:
     data: bytes
     digest: str
     """SHA-256 in hexadecimal."""
+    dispatching: bool
+    """Whether it has a part for a dispatching worker."""
 
     @property
     def chunks(self) -> list[memoryview]:
@@ -127,7 +132,7 @@ def dump(
             data = cloudpickle.dumps((split_.branch, split_.dispatching, init_fn, reset_fn), protocol=5)
         except Exception as error:  # a pickled object's own methods may raise anything
             raise GraphPickleError(_what_cannot_be_pickled(split_, init_fn, reset_fn, error)) from error
-    return Payload(data, hashlib.sha256(data).hexdigest())
+    return Payload(data, hashlib.sha256(data).hexdigest(), split_.dispatching is not None)
 
 
 @contextmanager
@@ -289,15 +294,46 @@ def _pause_prefetcher(prefetcher: Prefetcher) -> None:
         thread.join(JOIN_POLL_S)
 
 
-def load(data: Any, num_workers: int, worker_id: int) -> Shard:
-    """Unpickle a graph and take the shard of one worker.
+def load(data: Any, num_workers: int, worker_id: int, elements: Callable[[], Iterator[Any]]) -> Shard:
+    """Unpickle a graph and take the shard of one worker, or, for the id after the last, of the dispatching worker.
+
+    Args:
+        elements: what the dispatching worker sends, for a graph that has one
 
     Raises:
         Exception: whatever the user's modules and ``worker_init_fn`` raise
     """
     branch, dispatching, init_fn, reset_fn = pickle.loads(data)
+    if worker_id == num_workers:
+        return Shard(dispatching, WorkerInfo(num_workers, 0), reset_fn, shared_seeds=True)
     info = WorkerInfo(num_workers, worker_id)
-    return Shard(process_init_fn(branch, info, init_fn), info, reset_fn)
+    if dispatching is None:
+        return Shard(process_init_fn(branch, info, init_fn), info, reset_fn)
+    return Shard(_build_dispatched(branch, info, init_fn, DispatchedSource(elements)), info, reset_fn)
+
+
+class DispatchedSource(IterDataPipe[Any]):
+    """In a worker's graph, the place of what the dispatching worker runs.
+
+    Args:
+        elements: the elements of the running epoch
+    """
+
+    def __init__(self, elements: Callable[[], Iterator[Any]]) -> None:
+        self._elements = elements
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._elements()
+
+
+def _build_dispatched(branch: DataPipe, info: WorkerInfo, init_fn: InitFn | None, source: DataPipe) -> DataPipe:
+    """As ``process_init_fn``, with our source in the placeholder's place: only branches beside it are sharded."""
+    graph = traverse_dps(branch)
+    for dp in find_non_dispatching_branches(graph):
+        apply_sharding(dp, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+    (placeholder,) = find_dps(graph, _DummyIterDataPipe)
+    datapipe = next(iter(replace_dp(graph, placeholder, source).values()))[0]
+    return datapipe if init_fn is None else init_fn(datapipe, info)
 
 
 def missing_module(error: BaseException) -> str:

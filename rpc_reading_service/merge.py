@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from rpc_reading_service.errors import StreamError
-from rpc_reading_service.messages import Data
+from rpc_reading_service.messages import Data, EndOfShard, ShardError
 
 
 class Entry(NamedTuple):
@@ -117,6 +117,8 @@ class Merge:
             raise StreamError(
                 f"worker {header.worker}: {lost} batches are missing, numbers {shard.received} to {header.seq - 1}"
             )
+        if shard.ended and isinstance(header, EndOfShard | ShardError):
+            return False  # a replay ends as the first run did
         if shard.ended:
             raise StreamError(f"worker {header.worker}: a batch came after the end of its shard")
         return True

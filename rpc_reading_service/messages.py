@@ -159,7 +159,7 @@ class WorkerMessage(SessionMessage):
     """Base of all that concerns one worker process."""
 
     worker: Count
-    """The shard: ``WorkerInfo.worker_id``."""
+    """The shard: ``WorkerInfo.worker_id``; the dispatching worker, if there is one, comes after the last."""
     attempt: Count
     """0 for the first process of this shard, then one more each time it is run elsewhere or again."""
 
@@ -222,6 +222,15 @@ class Credit(WorkerMessage):
     """Batches of this shard that were handed to the training loop in this epoch."""
 
 
+class ConnectFeed(WorkerMessage):
+    """Client to worker: where the dispatching worker is."""
+
+    address: Text
+    """Of its daemon."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    """On which it feeds the others."""
+
+
 class Pause(WorkerMessage):
     """Client to worker, with an optional pickled function as payload: stop producing and answer Paused."""
 
@@ -273,6 +282,7 @@ FromClient: TypeAlias = (
     | Heartbeat
     | StartWorker
     | StopWorker
+    | ConnectFeed
     | StartEpoch
     | Credit
     | Pause
@@ -292,7 +302,7 @@ FromDaemon: TypeAlias = (
     | Done
     | Stack
 )
-ToWorker: TypeAlias = StartEpoch | Credit | Pause | Resume | Limit | AskStack | StopWorker
+ToWorker: TypeAlias = ConnectFeed | StartEpoch | Credit | Pause | Resume | Limit | AskStack | StopWorker
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | Done | Stack
 
 

@@ -33,6 +33,7 @@ from rpc_reading_service.errors import (
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     CloseSession,
+    ConnectFeed,
     Credit,
     Done,
     FromDaemon,
@@ -301,6 +302,7 @@ class SessionOptions:
     graph_digest: str
     graph_chunks: Sequence[memoryview] = field(repr=False)
     graph_bytes: int = 0
+    dispatching: bool = False
     pool_share: Callable[[str, int], int] | None = None
 
 
@@ -383,7 +385,6 @@ class ClientSession:
         self._progress = progress
         self._seeds: list[bytes] = []
         self._unfinished: set[int] = set()
-        self._paused: tuple[Message, bytes] | None = None
         self._pending_requests: dict[int, set[int]] = {}
         self._request_errors: dict[int, bytes] = {}
         self._next_request = 0
@@ -400,8 +401,13 @@ class ClientSession:
         return actions
 
     @property
+    def num_shards(self) -> int:
+        """Shards of the session, not counting the dispatching worker; 0 while they are not known."""
+        return max(0, len(self.workers) - self.options.dispatching)
+
+    @property
     def ready(self) -> bool:
-        """Whether every shard has had a worker ready; initialize is over."""
+        """Whether every worker is there; initialize is over."""
         return bool(self.workers) and all(worker.state not in (_S.VACANT, _S.STARTING) for worker in self.workers)
 
     @property
@@ -449,19 +455,26 @@ class ClientSession:
             for address, link in self.links.items()
         }
         if self.options.num_workers is None:
-            if not any(free.values()):
-                raise SlotsError("no slot is free: " + "; ".join(str(link) for link in self.links.values()))
+            if sum(free.values()) <= self.options.dispatching:
+                raise SlotsError(
+                    f"too few slots are free{self._for_dispatching()}: " + "; ".join(str(link) for link in self.links.values())
+                )
             return dict(free) if self.options.pool_share else {a: None if n else 0 for a, n in free.items()}
-        if self.options.num_workers > sum(free.values()):
+        total = self.options.num_workers + self.options.dispatching
+        if total > sum(free.values()):
             raise SlotsError(
-                f"num_workers={self.options.num_workers}, but only {sum(free.values())} slots are free: "
+                f"num_workers={self.options.num_workers}{self._for_dispatching()}, but only {sum(free.values())} slots are "
+                "free: "
                 + "; ".join(str(link) for link in self.links.values())
                 + ". Ask for fewer workers, or start more daemons or more slots"
             )
         shares: dict[str, int | None] = dict.fromkeys(free, 0)
-        for address in deal(free, self.options.num_workers):
+        for address in deal(free, total):
             shares[address] = (shares[address] or 0) + 1
         return shares
+
+    def _for_dispatching(self) -> str:
+        return " and one for sharding_round_robin_dispatch" if self.options.dispatching else ""
 
     def _open(self, link: Link, slots: int | None) -> None:
         link.state = LinkState.OPENING
@@ -491,7 +504,7 @@ class ClientSession:
 
     def _place_all(self, now: float) -> None:
         held = {address: link.held for address, link in self.links.items()}
-        total = self.options.num_workers or sum(held.values())
+        total = self.options.num_workers + self.options.dispatching if self.options.num_workers else sum(held.values())
         self.workers = [Worker(worker) for worker in range(total)]
         for worker, address in zip(self.workers, deal(held, total), strict=True):
             self._start(worker, self.links[address], now)
@@ -500,7 +513,7 @@ class ClientSession:
         self._send_graph(link)
         worker.address, worker.attempt, worker.pid = link.address, worker.attempt + 1, 0
         worker.change(_E.START, now)
-        total, options = len(self.workers), self.options
+        total, options = self.num_shards, self.options
         budget = max(1, options.prefetch_bytes // total)
         message = StartWorker(
             options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget
@@ -538,7 +551,7 @@ class ClientSession:
             case _ if not self._is_current(message):
                 logger.debug("stale: %s", message)
             case WorkerReady():
-                self._ready(link, message)
+                self._ready(link, message, now)
             case WorkerFailed():
                 self._failed(link, message, payload or b"")
             case WorkerExited():
@@ -569,9 +582,11 @@ class ClientSession:
         error = {"version": VersionError, "slots": SlotsError, "graph": GraphError}.get(message.kind, ConnectError)
         raise error(f"{link.address} refused: {message.reason}")
 
-    def _ready(self, link: Link, message: WorkerReady) -> None:
+    def _ready(self, link: Link, message: WorkerReady, now: float) -> None:
         worker = self.workers[message.worker]
         worker.pid, worker.port = message.pid, message.port
+        if worker.worker == self.num_shards:  # the dispatching worker sends the client nothing
+            return self._stand_by(worker, now)
         self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
 
     def _failed(self, link: Link, message: WorkerFailed, payload: bytes) -> None:
@@ -584,12 +599,27 @@ class ClientSession:
         worker = self.workers[worker_id]
         if worker.attempt != attempt or worker.state is not _S.STARTING:
             return
+        self._stand_by(worker, now)
+
+    def _stand_by(self, worker: Worker, now: float) -> None:
         worker.change(_E.READY, now)
-        if worker_id in self._unfinished:
-            self._begin(worker, now)
-        if self._paused is not None:
-            message, payload = self._paused
-            self._send_worker(worker, Pause, self._new_request([worker_id]), payload)
+        if not self.options.dispatching:
+            if worker.worker in self._unfinished:
+                self._begin(worker, now)
+        elif self.ready:
+            self._join(now)
+
+    def _join(self, now: float) -> None:
+        """The dispatching worker and all that it feeds are there: bring them together; they run as a group."""
+        dispatching = self.workers[-1]
+        for worker in self.workers[:-1]:
+            message = ConnectFeed(
+                self.options.session, worker.worker, worker.attempt, dispatching.address, dispatching.port
+            )
+            self._send(self.links[worker.address], message)
+        if self._unfinished:
+            for worker in self.workers:
+                self._begin(worker, now)
 
     # An epoch.
 
@@ -597,15 +627,15 @@ class ClientSession:
         """Every shard begins the next epoch with its own pickled seeds; returns the epoch's number."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._seeds = list(seeds)
-        self._unfinished = set(range(len(self.workers)))
-        self._paused = None
+        self._unfinished = set(range(self.num_shards))
         self._pending_requests.clear()
         return self.epoch
 
     def begin_shards(self, now: float) -> None:
         """Tell every worker that is there; those that are not will be told when they are."""
+        together = not self.options.dispatching or self.ready
         for worker in self.workers:
-            if worker.state not in (_S.VACANT, _S.STARTING):
+            if together and worker.state not in (_S.VACANT, _S.STARTING):
                 self._begin(worker, now)
 
     def _begin(self, worker: Worker, now: float) -> None:
@@ -626,22 +656,24 @@ class ClientSession:
     def credit(self, worker_id: int, consumed: int) -> None:
         """Tell the worker how far the training loop is."""
         worker = self.workers[worker_id]
-        if worker.state in (_S.RUNNING, _S.PAUSED):
+        if worker.state in (_S.RUNNING, _S.PAUSED) and worker_id in self._unfinished:
             message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed)
             self._send(self.links[worker.address], message)
 
     # Requests to every worker: pause, resume, limit.
 
-    def request(self, kind: type[Pause | Resume | Limit], payload: bytes, now: float, num_batches: int | None = None) -> int:
-        """Send it to every worker; ``request_done`` tells when all have answered."""
-        workers = [w for w in self.workers if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
+    def request(
+        self, kind: type[Pause | Resume | Limit], payload: bytes, dispatching: bool, now: float, *more: object
+    ) -> int:
+        """Send it to every worker, or to the dispatching one alone; ``request_waits_for`` tells who has not answered."""
+        group = self.workers[self.num_shards :] if dispatching else self.workers[: self.num_shards]
+        workers = [w for w in group if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
         request = self._new_request(w.worker for w in workers)
         event = {Pause: _E.PAUSE, Resume: _E.RESUME}.get(kind)
         for worker in workers:
             if event is not None and (worker.state, event) in TRANSITIONS:
                 worker.change(event, now)
-            self._send_worker(worker, kind, request, payload, *([num_batches] if kind is Limit else []))
-        self._paused = None
+            self._send_worker(worker, kind, request, payload, *more)
         return request
 
     def _new_request(self, workers: Iterable[int]) -> int:
@@ -675,10 +707,7 @@ class ClientSession:
             return
         worker.last_loss = f"{worker} {reason}"
         logger.warning("%s", worker.last_loss)
-        worker.change(_E.LOSE, now)
-        self._actions.append(DisconnectData(worker_id, attempt))
-        for waiting in self._pending_requests.values():
-            waiting.discard(worker_id)
+        self._vacate(worker, now)
         self._after_loss(worker, now)
 
     def break_off(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
@@ -705,7 +734,22 @@ class ClientSession:
                     f"{self.epoch}: that batch kills its worker"
                 )
             )
+        if self.options.dispatching:
+            self._restart_group(now)
         self._place_vacant(now)
+
+    def _restart_group(self, now: float) -> None:
+        """What was dispatched to whom is known to the dispatching worker alone: all of them start again."""
+        for worker in self.workers:
+            if worker.state is not _S.VACANT:
+                self._send(self.links[worker.address], StopWorker(self.options.session, worker.worker, worker.attempt))
+                self._vacate(worker, now)
+
+    def _vacate(self, worker: Worker, now: float) -> None:
+        worker.change(_E.LOSE, now)
+        self._actions.append(DisconnectData(worker.worker, worker.attempt))
+        for waiting in self._pending_requests.values():
+            waiting.discard(worker.worker)
 
     def _place_vacant(self, now: float) -> None:
         """Find a slot for every shard without a worker: one that we hold, else one that a daemon has free."""

@@ -72,6 +72,7 @@ class Options:
             graph_digest=payload.digest,
             graph_chunks=payload.chunks,
             graph_bytes=len(payload.data),
+            dispatching=payload.dispatching,
         )
 
 

@@ -190,6 +190,12 @@ class Context:
     def push(self, host: str, ports: Iterable[int]) -> "Push":
         return Push(self._context, host, ports)
 
+    def feed_router(self, host: str, ports: Iterable[int]) -> "FeedRouter":
+        return FeedRouter(self._context, host, ports)
+
+    def feed_dealer(self, address: str, port: int, worker: int) -> "FeedDealer":
+        return FeedDealer(self._context, address, port, worker)
+
 
 class Dealer:
     """The client's end of the control channel to one daemon."""
@@ -269,26 +275,14 @@ class Router:
         self._socket.close(linger=int(linger * 1000))
 
 
-class Pull:
-    """The client's data socket: every worker's stream arrives here."""
+class _Reading:
+    """A socket that data messages are read from, frame by frame."""
 
-    def __init__(self, context: "zmq.Context[Any]") -> None:
-        self._socket = _open(context, zmq.PULL, DATA_BYTES)
+    _socket: "zmq.Socket[bytes]"
 
     @property
     def raw(self) -> Any:
         return self._socket
-
-    def connect(self, address: str, port: int) -> str:
-        """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
-        host, daemon_port = split_address(address)
-        ip, _ = split_address(_endpoint(join_address(host, daemon_port)).removeprefix("tcp://"))
-        endpoint = f"tcp://{join_address(ip, port)}"
-        self._socket.connect(endpoint)
-        return endpoint
-
-    def disconnect(self, endpoint: str) -> None:
-        self._socket.disconnect(endpoint)
 
     def receive(self) -> bytes | None:
         """The first frame of the next message; None if nothing has arrived."""
@@ -319,6 +313,80 @@ class Pull:
         self._socket.close(linger=0)
 
 
+class Pull(_Reading):
+    """The client's data socket: every worker's stream arrives here."""
+
+    def __init__(self, context: "zmq.Context[Any]") -> None:
+        self._socket = _open(context, zmq.PULL, DATA_BYTES)
+
+    def connect(self, address: str, port: int) -> str:
+        """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
+        endpoint = _beside(address, port)
+        self._socket.connect(endpoint)
+        return endpoint
+
+    def disconnect(self, endpoint: str) -> None:
+        self._socket.disconnect(endpoint)
+
+
+class FeedDealer(_Reading):
+    """A worker's end of the stream that a dispatching worker feeds it."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: str, port: int, worker: int) -> None:
+        self._socket = _open(context, zmq.DEALER, DATA_BYTES)
+        self._socket.routing_id = _feed_identity(worker)
+        self._socket.connect(_beside(address, port))
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """False if nothing was sent."""
+        return _send(self._socket, frames)
+
+
+class FeedRouter:
+    """The dispatching worker's end of the streams to all the others.
+
+    Raises:
+        OSError: none of the ports is free.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", host: str, ports: Iterable[int]) -> None:
+        self._socket = _open(context, zmq.ROUTER, HANDSHAKE_BYTES)
+        self._socket.router_handover = True
+        self.port = _bind(self._socket, host, ports)
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    def receive_all(self) -> Iterator[list[bytes]]:
+        """What the workers send, without their names."""
+        for frames in _drain(self._socket):
+            yield frames[1:]
+
+    def send(self, worker: int, frames: Sequence[Frame]) -> None:
+        """To one worker; it has connected, or nothing would be sent to it."""
+        _send(self._socket, [_feed_identity(worker), *frames])
+
+
+def _feed_identity(worker: int) -> bytes:
+    return b"worker %d" % worker
+
+
+def _beside(address: str, port: int) -> str:
+    """The endpoint of another port on a daemon's host."""
+    host, daemon_port = split_address(address)
+    ip, _ = split_address(_endpoint(join_address(host, daemon_port)))
+    return f"tcp://{join_address(ip, port)}"
+
+
+def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> bool:
+    try:
+        socket_.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    return True
+
+
 class Push:
     """A worker's data socket.
 
@@ -336,11 +404,7 @@ class Push:
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if no client is connected yet, and nothing was sent."""
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
+        return _send(self._socket, frames)
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -22,26 +22,23 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from rpc_reading_service import buffers, codec, graph, messages, protocol, transport
+from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedOutlet
 from rpc_reading_service.messages import (
-    CHUNK_BYTES,
     AskStack,
     Batches,
-    Chunk,
+    ConnectFeed,
     Credit,
     Data,
     Done,
     EndOfShard,
     FromWorker,
-    Large,
     Limit,
-    Message,
-    Opened,
     Pause,
     Resume,
     ShardError,
@@ -53,6 +50,7 @@ from rpc_reading_service.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from rpc_reading_service.stream import Packer, Parcel
 
 logger = logging.getLogger(__name__)
 
@@ -62,25 +60,9 @@ EXIT_FAILED = 70
 EXIT_ORPHANED = 71
 """The daemon is gone."""
 
-BATCHES_PER_MESSAGE = 1024
 IDLE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h."""
-
-
-class Parcel(NamedTuple):
-    """Something for the client, in the order of production."""
-
-    epoch: int
-    seq: int
-    kind: type[Data]
-    """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
-    header: bytes = b""
-    buffers: Sequence[memoryview] = ()
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
 
 
 class Mailbox:
@@ -162,13 +144,14 @@ class Runner:
         start: which worker this is
     """
 
-    def __init__(self, shard: graph.Shard, mailbox: Mailbox, reply: "Reply", start: StartWorker) -> None:
+    def __init__(self, shard: graph.Shard, mailbox: Any, reply: "Reply", start: StartWorker, feed: Feed) -> None:
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
         self._shard = shard
         self._mailbox = mailbox
         self._reply = reply
         self._start = start
+        self._feed = feed
         self._encoder = codec.Encoder()
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
@@ -251,16 +234,39 @@ class Runner:
             return self._fail(error)
         # User code can reach the batch's memory as soon as it goes on.
         copies = [buffers.snapshot(buffer) for buffer in encoded.buffers]
-        self._mailbox.put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
+        self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
         self._seq += 1
+
+    def _put(self, parcel: Parcel) -> None:
+        self._mailbox.put(parcel)
 
     def _fail(self, error: BaseException) -> None:
         self._finish(ShardError, codec.encode_error(error))
 
     def _finish(self, kind: type[Data], body: bytes = b"") -> None:
         self._change(protocol.WorkerEvent.END)
-        self._mailbox.put(Parcel(self._epoch, self._seq, kind, body))
+        self._put(Parcel(self._epoch, self._seq, kind, body))
+        self._feed.finish()
         self._iterator = None
+
+
+class DispatchRunner(Runner):
+    """The dispatching worker's main thread: deals its elements out to the other workers."""
+
+    def _put(self, parcel: Parcel) -> None:
+        workers = self._start.num_workers
+        turn = parcel.seq % workers
+        if parcel.kind is not EndOfShard:
+            self._mailbox.put(turn, _for_worker(parcel, turn, workers))
+        if parcel.kind is not Batches:
+            for worker in range(workers):
+                if parcel.kind is EndOfShard or worker != turn:
+                    self._mailbox.put(worker, _for_worker(parcel._replace(kind=EndOfShard), worker, workers))
+
+
+def _for_worker(parcel: Parcel, worker: int, workers: int) -> Parcel:
+    """The parcel, numbered within the stream of the worker that it is dealt to."""
+    return parcel._replace(seq=(parcel.seq - worker + workers - 1) // workers)
 
 
 class Reply:
@@ -277,119 +283,114 @@ class Reply:
             self._channel.send(frames if payload is None else [*frames, payload])
 
 
+class Outlet(Protocol):
+    """Where an I/O thread's parcels go."""
+
+    raw: list[Any]
+    """What to poll."""
+
+    def pump(self) -> bool:
+        """Move what can be moved; whether anything was."""
+
+    def abandon(self) -> None:
+        """A new epoch: drop what waits."""
+
+
+class ClientOutlet:
+    """The way to the client: a PUSH socket, which has nobody to send to before the client has connected."""
+
+    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer) -> None:
+        self._mailbox = mailbox
+        self._push = push
+        self._packer = packer
+        self._outgoing: deque[list[transport.Frame]] = deque([packer.opened()])
+        self._opened = False
+        self.raw: list[Any] = []
+
+    def pump(self) -> bool:
+        parcels = self._mailbox.collect()
+        self._outgoing.extend(self._packer.pack(parcels))
+        while self._outgoing and self._push.send(self._outgoing[0]):
+            self._outgoing.popleft()
+            self._opened = True
+        return bool(parcels)
+
+    @property
+    def blocked(self) -> Any:
+        """What to poll until it is writable; None if nothing waits."""
+        return self._push.raw if self._outgoing else None
+
+    def abandon(self) -> None:
+        self._outgoing = deque([] if self._opened else [self._outgoing[0]])
+
+
 class IOThread:
     """Moves commands in and parcels out.
 
     Args:
         channel: to the daemon
-        push: the data socket
-        start: which worker this is
+        outlet: to whoever takes the parcels
+        feed: from the dispatching worker, if there is one
     """
 
     def __init__(
-        self, channel: transport.Channel, push: transport.Push, waker: transport.Waker, mailbox: Mailbox, reply: Reply,
-        start: StartWorker,
+        self, channel: transport.Channel, waker: transport.Waker, reply: Reply, command: Any, outlet: Any, feed: Feed,
+        context: transport.Context,
     ) -> None:  # fmt: skip
         self.runner: Runner | None = None
         self._channel = channel
-        self._push = push
         self._waker = waker
-        self._mailbox = mailbox
         self._reply = reply
-        self._start = start
-        self._outgoing: deque[list[transport.Frame]] = deque()
+        self._command = command
+        self._outlet = outlet
+        self._feed = feed
+        self._context = context
+        self._credit: Credit | None = None
         self._poller = transport.Poller()
         self._main_thread = threading.main_thread().ident
-        self._send(Opened(start.session, start.worker, start.attempt, 0, 0))
 
     def run(self) -> None:
         """Until the daemon is gone, and then end the process, whatever the main thread is doing."""
-        self._poller.watch(self._channel.raw)
-        self._poller.watch(self._waker.raw)
+        for raw in (self._channel.raw, self._waker.raw, *self._outlet.raw):
+            self._poller.watch(raw)
         try:
             while True:
                 self._step()
         except EOFError:
             os._exit(EXIT_ORPHANED)
         except BaseException:
-            logger.critical("the I/O thread of worker %d failed", self._start.worker, exc_info=True)
+            logger.critical("the I/O thread failed", exc_info=True)
             os._exit(EXIT_ORPHANED)
 
     def _step(self) -> None:
-        parcels = self._mailbox.collect()
-        for frames in self._pack(parcels):
-            self._outgoing.append(frames)
-        blocked = not self._flush()
-        if blocked:
-            self._poller.watch(self._push.raw, writable=True)
-        self._poller.wait(0.0 if parcels else IDLE_S)
-        if blocked:
-            self._poller.forget(self._push.raw)
+        moved = self._outlet.pump()
+        self._credit = self._feed.step(self._credit)
+        blocked = self._outlet.blocked
+        if blocked is not None:
+            self._poller.watch(blocked, writable=True)
+        self._poller.wait(0.0 if moved else IDLE_S)
+        if blocked is not None:
+            self._poller.forget(blocked)
         self._waker.clear()
         for frames in self._channel.receive_all():
-            self._command(frames)
+            self._receive(frames)
 
-    def _command(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
         try:
             message = messages.decode(frames[0], ToWorker)
         except msgspec.DecodeError as error:
             logger.error("! a command cannot be read: %s", error)
             return
-        if isinstance(message, AskStack):
-            return self._reply(self._stack(message))
-        if isinstance(message, StartEpoch):
-            self._outgoing = deque(frames for frames in self._outgoing if len(frames) == 1)  # Opened stays
-        self._mailbox.command(message, frames[1] if len(frames) > 1 else None)
-
-    # Out.
-
-    def _flush(self) -> bool:
-        """Send what can be sent; False if no client is connected yet."""
-        while self._outgoing:
-            if not self._push.send(self._outgoing[0]):
-                return False
-            self._outgoing.popleft()
-        return True
-
-    def _send(self, header: Message, *body: transport.Frame) -> None:
-        self._outgoing.append([messages.encode(header), *body])
-
-    def _pack(self, parcels: Sequence[Parcel]) -> Iterator[list[transport.Frame]]:
-        """Messages for these parcels: small batches together, a large one in chunks."""
-        together: list[Parcel] = []
-        room = CHUNK_BYTES
-        for parcel in parcels:
-            nbytes = sum(parcel.sizes)
-            small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
-            if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
-                yield self._batches(together)
-                together, room = [], CHUNK_BYTES
-            if small:
-                together.append(parcel)
-                room -= nbytes
-            elif parcel.kind is Batches:
-                yield from self._large(parcel)
-            else:
-                yield [messages.encode(self._header(parcel, parcel.kind)), parcel.header]
-        if together:
-            yield self._batches(together)
-
-    def _header(self, parcel: Parcel, kind: Any, *fields: Any) -> Message:
-        start = self._start
-        header: Message = kind(start.session, start.worker, start.attempt, parcel.epoch, parcel.seq, *fields)
-        return header
-
-    def _batches(self, parcels: Sequence[Parcel]) -> list[transport.Frame]:
-        header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels])
-        body = b"".join(parcel.header for parcel in parcels)
-        return [messages.encode(header), body, *(buffer for parcel in parcels for buffer in parcel.buffers)]
-
-    def _large(self, parcel: Parcel) -> Iterator[list[transport.Frame]]:
-        yield [messages.encode(self._header(parcel, Large, parcel.sizes))]
-        for part, data in enumerate([memoryview(parcel.header), *parcel.buffers]):
-            for offset in range(0, data.nbytes, CHUNK_BYTES):
-                header = self._header(parcel, Chunk, part, offset)
-                yield [messages.encode(header), data[offset : offset + CHUNK_BYTES]]
+        match message:
+            case AskStack():
+                self._reply(self._stack(message))
+            case ConnectFeed():
+                self._poller.watch(self._feed.connect(self._context, message.address, message.port))
+            case _:
+                if isinstance(message, StartEpoch):
+                    self._outlet.abandon()
+                    self._feed.begin_epoch(message.epoch)
+                self._command(message, frames[1] if len(frames) > 1 else None)
 
     # What the main thread is doing.
 
@@ -417,21 +418,36 @@ def main(connection: "Connection[Any, Any]", graph_fd: Any, start: StartWorker, 
     _become_worker(start)
     channel = transport.Channel(connection)
     reply = Reply(channel)
-    context = transport.Context()
-    waker = transport.Waker()
-    mailbox = Mailbox(protocol.Window(start.prefetch_count, start.prefetch_bytes), waker)
     try:
-        push = context.push(host, ports)
-        io = IOThread(channel, push, waker, mailbox, reply, start)
-        threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
-        shard = graph.load(_map(graph_fd.detach()), start.num_workers, start.worker)
+        runner = _build(channel, reply, _map(graph_fd.detach()), start, host, ports)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
         reply(failed, codec.encode_error(error))
         os._exit(EXIT_FAILED)
-    runner = io.runner = Runner(shard, mailbox, reply, start)
-    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), push.port))
     runner.run()
+
+
+def _build(
+    channel: transport.Channel, reply: Reply, graph_data: Any, start: StartWorker, host: str, ports: Sequence[int]
+) -> Runner:
+    context = transport.Context()
+    waker = transport.Waker()
+    feed = Feed(start, waker)
+    dispatching = start.worker == start.num_workers
+    mailbox: Any
+    outlet: Any
+    if dispatching:
+        mailbox, socket = DispatchMailbox(start, waker), context.feed_router(host, ports)
+        outlet = FeedOutlet(mailbox, socket, start.session)
+    else:
+        mailbox, socket = Mailbox(protocol.Window(start.prefetch_count, start.prefetch_bytes), waker), context.push(host, ports)
+        outlet = ClientOutlet(mailbox, socket, Packer(start.session, start.worker, start.attempt))
+    io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
+    threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
+    shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
+    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed)
+    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), socket.port))
+    return io.runner
 
 
 def _become_worker(start: StartWorker) -> None:

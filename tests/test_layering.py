@@ -11,8 +11,8 @@ import rpc_reading_service
 
 VALUES = ["errors", "messages"]
 PURE = ["codec", "protocol", "merge"]
-EFFECTS = ["security", "buffers", "transport", "graph", "metrics"]
-PROCESSES = ["worker", "daemon", "client"]
+EFFECTS = ["security", "buffers", "transport", "stream", "graph", "metrics"]
+PROCESSES = ["dispatch", "worker", "daemon", "client"]
 EDGES = ["launchers", "reading_service", "testing", "cli", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
 USERS = {"zmq": {"transport"}, "torchdata": {"graph", "reading_service"}}

@@ -1,0 +1,217 @@
+"""Batches become data messages, and data messages from a socket become batches again.
+
+The two ends of a stream: ``Packer`` in a worker; ``StreamReader`` in the client, and in a worker that a dispatching
+worker feeds. What arrives is received straight into memory of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from rpc_reading_service import buffers, messages, protocol
+from rpc_reading_service.errors import StreamError
+from rpc_reading_service.merge import Entry
+from rpc_reading_service.messages import (
+    CHUNK_BYTES,
+    Batches,
+    Chunk,
+    Data,
+    FromWorkerData,
+    Large,
+    Message,
+    Opened,
+)
+from rpc_reading_service.transport import Frame
+
+BATCHES_PER_MESSAGE = 1024
+
+
+# The sending end.
+
+
+class Parcel(NamedTuple):
+    """Something for the client, in the order of production."""
+
+    epoch: int
+    seq: int
+    kind: type[Data]
+    """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
+    header: bytes = b""
+    buffers: Sequence[memoryview] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
+
+
+class Packer:
+    """Turns the parcels of one stream into messages: small batches together, a large one in chunks.
+
+    Args:
+        session, worker, attempt: which stream, for the headers
+    """
+
+    def __init__(self, session: str, worker: int, attempt: int) -> None:
+        self._stream = (session, worker, attempt)
+
+    def opened(self) -> list[Frame]:
+        """The first message of all."""
+        return [messages.encode(Opened(*self._stream, 0, 0))]
+
+    def pack(self, parcels: Sequence[Parcel]) -> Iterator[list[Frame]]:
+        """The messages for these parcels, in order."""
+        together: list[Parcel] = []
+        room = CHUNK_BYTES
+        for parcel in parcels:
+            nbytes = sum(parcel.sizes)
+            small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
+            if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
+                yield self._batches(together)
+                together, room = [], CHUNK_BYTES
+            if small:
+                together.append(parcel)
+                room -= nbytes
+            elif parcel.kind is Batches:
+                yield from self._large(parcel)
+            else:
+                yield [messages.encode(self._header(parcel, parcel.kind)), parcel.header]
+        if together:
+            yield self._batches(together)
+
+    def _header(self, parcel: Parcel, kind: Any, *fields: Any) -> Message:
+        header: Message = kind(*self._stream, parcel.epoch, parcel.seq, *fields)
+        return header
+
+    def _batches(self, parcels: Sequence[Parcel]) -> list[Frame]:
+        header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels])
+        body = b"".join(parcel.header for parcel in parcels)
+        return [messages.encode(header), body, *(buffer for parcel in parcels for buffer in parcel.buffers)]
+
+    def _large(self, parcel: Parcel) -> Iterator[list[Frame]]:
+        yield [messages.encode(self._header(parcel, Large, parcel.sizes))]
+        for part, data in enumerate([memoryview(parcel.header), *parcel.buffers]):
+            for offset in range(0, data.nbytes, CHUNK_BYTES):
+                header = self._header(parcel, Chunk, part, offset)
+                yield [messages.encode(header), data[offset : offset + CHUNK_BYTES]]
+
+
+# The receiving end.
+
+
+class Receiver(Protocol):
+    """What a ``transport`` socket must offer to be read from."""
+
+    def receive(self) -> bytes | None: ...
+
+    @property
+    def more(self) -> bool: ...
+
+    def receive_frame(self) -> bytes: ...
+
+    def receive_into(self, place: Any) -> int: ...
+
+    def skip(self) -> None: ...
+
+
+class Arrival(NamedTuple):
+    """One data message, taken in."""
+
+    header: Data | None
+    """None if it could not be read."""
+    entries: list[Entry] = []
+    """Batches that are complete with it; none for a piece of a larger one."""
+    body: bytes = b""
+    """Of a ShardError."""
+    error: StreamError | None = None
+    """The message breaks the stream's rules."""
+
+
+class StreamReader:
+    """Reads what any number of workers send to one socket.
+
+    Args:
+        receiver: the socket
+        accepts: whether a message with this header is wanted; asked before anything is allocated for it
+    """
+
+    def __init__(self, receiver: Receiver, accepts: Callable[[Any], bool]) -> None:
+        self._receiver = receiver
+        self._accepts = accepts
+        self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
+
+    def read(self, at_most: int) -> Iterator[Arrival]:
+        """What has arrived and is wanted."""
+        for _ in range(at_most):
+            frame = self._receiver.receive()
+            if frame is None:
+                return
+            arrival = self._take_in(frame)
+            self._receiver.skip()
+            if arrival is not None:
+                yield arrival
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone, and with it the rest of its batch."""
+        self._assemblies.pop(worker, None)
+
+    def _take_in(self, frame: bytes) -> Arrival | None:
+        header: Any = None
+        try:
+            header = messages.decode(frame, FromWorkerData)
+            return self._receive(header) if self._accepts(header) else None
+        except msgspec.DecodeError as error:
+            return Arrival(None, error=StreamError(f"a data message cannot be read: {error}"))
+        except StreamError as error:
+            self.forget(header.worker)
+            return Arrival(header, error=error)
+
+    def _receive(self, header: Any) -> Arrival:
+        match header:
+            case Batches():
+                return Arrival(header, self._batches(header))
+            case Large():
+                self._assemblies[header.worker] = (header, buffers.Assembly(header.sizes))
+                return Arrival(header)
+            case Chunk():
+                return Arrival(header, self._chunk(header))
+            case _:
+                return Arrival(header, body=self._receiver.receive_frame() if self._receiver.more else b"")
+
+    def _batches(self, header: Batches) -> list[Entry]:
+        if not self._receiver.more:
+            raise StreamError(f"worker {header.worker}: a message with batches has no body")
+        body = memoryview(self._receiver.receive_frame())
+        entries, start = [], 0
+        for header_size, *sizes in header.sizes:
+            parts = [self._buffer(header, size) for size in sizes]
+            entries.append(Entry(body[start : start + header_size], parts, protocol.weight((header_size, *sizes))))
+            start += header_size
+        return entries
+
+    def _buffer(self, header: Batches, size: int) -> Any:
+        if size > CHUNK_BYTES or not self._receiver.more:
+            raise StreamError(f"worker {header.worker}: a buffer is missing, or larger than a message may be")
+        buffer = buffers.allocate(size)
+        if self._receiver.receive_into(buffer) != size:
+            raise StreamError(f"worker {header.worker}: a buffer has not the size that was announced")
+        return buffer
+
+    def _chunk(self, chunk: Chunk) -> list[Entry]:
+        large, assembly = self._assemblies.get(chunk.worker, (None, None))
+        if large is None or assembly is None or _stream(large) != _stream(chunk):
+            return []
+        place = assembly.place(chunk.part, chunk.offset)
+        size = self._receiver.receive_into(place[:CHUNK_BYTES]) if place is not None and self._receiver.more else 0
+        if place is None or not 0 < size <= place.nbytes:
+            raise StreamError(f"worker {chunk.worker}: a piece of a batch is missing, or has the wrong size")
+        assembly.filled(chunk.part, size)
+        if not assembly.complete:
+            return []
+        self.forget(chunk.worker)
+        header, *parts = assembly.parts
+        return [Entry(memoryview(header), parts, protocol.weight(large.sizes))]
+
+
+def _stream(header: Large | Chunk) -> tuple[int, int, int]:
+    return header.attempt, header.epoch, header.seq
