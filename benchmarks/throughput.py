@@ -224,7 +224,14 @@ def what_went_wrong(code: int, log: str) -> str:
     """Where it hung, the exception, or nothing."""
     if code and "Timeout (" in log:
         return f"hung in {place_of_hang(log)}"
-    return f"exit code {code}: {(log.splitlines() or ['no output'])[-1]}" if code else ""
+    return f"exit code {code}: {last_exception(log)}" if code else ""
+
+
+def last_exception(log: str) -> str:
+    """Its first line; one with a remote traceback in its text ends with lines that say less."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
+    return (named or lines or ["no output"])[-1]
 
 
 def place_of_hang(log: str) -> str:

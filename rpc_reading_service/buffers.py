@@ -6,7 +6,6 @@ has. A worker therefore tells malloc to keep what is freed.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -34,16 +33,16 @@ def tune_malloc() -> bool:
     )
 
 
-def allocate(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def allocate(nbytes: int) -> memoryview:
     """A writable buffer that nobody else can reach, not zeroed."""
-    return np.empty(nbytes, dtype=np.uint8)
+    return np.empty(nbytes, dtype=np.uint8).data
 
 
 def snapshot(buffer: memoryview) -> memoryview:
     """A copy, for what user code can still reach and change."""
     copy = allocate(buffer.nbytes)
-    copy[:] = np.frombuffer(buffer, dtype=np.uint8)
-    return memoryview(copy)
+    np.frombuffer(copy, dtype=np.uint8)[:] = np.frombuffer(buffer, dtype=np.uint8)
+    return copy
 
 
 class Assembly:
@@ -66,7 +65,7 @@ class Assembly:
         """Where the next bytes of a part go; None if they do not follow on what came before."""
         if part >= len(self.parts) or self._filled[part] != offset:
             return None
-        return memoryview(self.parts[part])[offset:]
+        return self.parts[part][offset:]
 
     def filled(self, part: int, nbytes: int) -> None:
         """So many more bytes of a part have arrived."""

@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import sys
-from typing import Any
 
 import click
 
@@ -17,23 +16,26 @@ EXIT_CANNOT_START = 2
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-class PortRange(click.ParamType):
+def _port_range(_context: click.Context, _option: click.Parameter, value: str | None) -> range | None:
     """``LO-HI``, both included."""
-
-    name = "lo-hi"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
-        low, dash, high = str(value).partition("-")
-        if not (dash and low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high) <= 65535):
-            self.fail(f"{value!r} is not a range of ports such as 6000-6015", param, ctx)
-        return range(int(low), int(high) + 1)
+    if value is None:
+        return None
+    low, dash, high = value.partition("-")
+    if not (dash and low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high) <= 65535):
+        raise click.BadParameter(f"{value!r} is not a range of ports such as 6000-6015")
+    return range(int(low), int(high) + 1)
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.option("--host", default="127.0.0.1", help="Address to listen on; only this machine can reach the default.")
 @click.option("--port", default=5555, type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.")
 @click.option("--slots", type=click.IntRange(1, 4096), help="Workers that may run at once.  [default: one per core]")
-@click.option("--data-ports", type=PortRange(), help="Ports for the workers' batches.  [default: any free ones]")
+@click.option(
+    "--data-ports",
+    callback=_port_range,
+    metavar="LO-HI",
+    help="Ports for the workers' batches.  [default: any free ones]",
+)
 @click.option(
     "--log-level",
     default="warning",

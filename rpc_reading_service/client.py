@@ -505,8 +505,11 @@ class _IOThread:
                 session.break_off(header.worker, header.attempt, str(arrival.error), now)
             return
         if isinstance(header, Opened):
-            merge.restart(header.worker, header.attempt)
-            session.data_opened(header.worker, header.attempt, now)
+            if session.is_starting(header.worker, header.attempt):
+                merge.restart(header.worker, header.attempt)
+                session.data_opened(header.worker, now)
+                client.arrived()
+            return
         elif not merge.accepts(header):
             return  # the next epoch was started while it was received
         elif isinstance(header, ShardError):

@@ -207,7 +207,7 @@ def _refuse_file(file: io.TextIOWrapper) -> _Reduced:
     raise _UnsendableError(f"cannot pickle an open file, {file!r}", "read it in the graph, or yield its path")
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler with our own way of taking tensors, arrays, classes and functions."""
 
     dispatch_table: ClassVar[Mapping[type, Any]] = ChainMap(

@@ -129,7 +129,9 @@ class WorkerProcess:
     def stop(self, now: float) -> None:
         """Ask it to end; ``press`` makes sure."""
         if self.kill_steps is None:
-            self.kill_steps = iter([(ASK_S, self._ask), (TERMINATE_S, self.process.terminate), (1.0, self.process.kill)])
+            self.kill_steps = iter(
+                [(ASK_S, self._ask), (TERMINATE_S, self.process.terminate), (1.0, self.process.kill)]
+            )
             self.kill_at = now
             self.press(now)
 
@@ -289,7 +291,12 @@ class Daemon:
     def _in_session(self, identity: bytes, connection: int, message: Any, payload: bytes | None, now: float) -> None:
         session = self._sessions.get(message.session)
         if session is None:
-            self._send(identity, SessionClosed(message.session, "" if isinstance(message, CloseSession) else "unknown"))
+            self._send(
+                identity,
+                SessionClosed(
+                    message.session, "" if isinstance(message, CloseSession) else "the daemon does not know it"
+                ),
+            )
             return
         session.identity, session.connection, session.orphaned_at = identity, connection, None
         match message:
@@ -420,7 +427,9 @@ class Daemon:
         reason = describe_exit(worker.process.exitcode or 0)
         worker.process.close()
         asked = worker.kill_steps is not None
-        logger.log(logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason)
+        logger.log(
+            logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason
+        )
         if not asked and not worker.failed:
             self._exited(session, worker.start, reason)
 

@@ -75,7 +75,7 @@ class Feed:
                 self._changed.wait()
             if isinstance(item, Signal):
                 return item
-            _, entry = item
+            entry: Entry | Failure = item[1]
             if isinstance(entry, Entry) and self._meter.consume(entry.nbytes):
                 self._ask(epoch)
             return entry
@@ -85,10 +85,11 @@ class Feed:
             raise EpochAbandoned("the next epoch has begun")
         return self._merge.next()
 
-    def finish(self) -> None:
+    def finish(self, epoch: int) -> None:
         """The worker's shard has ended, maybe before the elements have."""
         with self._changed:
-            self._ask(self._epoch, NO_MORE)
+            if epoch == self._epoch:
+                self._ask(epoch, NO_MORE)
 
     def _ask(self, epoch: int, consumed: int | None = None) -> None:
         consumed = self._merge.consumed[0] if consumed is None else consumed
@@ -151,9 +152,7 @@ class DispatchMailbox:
         self._waker = waker
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
-        self._windows = [
-            protocol.Window(start.prefetch_count, start.prefetch_bytes) for _ in range(start.num_workers)
-        ]
+        self._windows = [protocol.Window(start.prefetch_count, start.prefetch_bytes) for _ in range(start.num_workers)]
         self._queues: list[deque[Parcel]] = [deque() for _ in range(start.num_workers)]
         self._epoch = 0
         self._heard = [0] * start.num_workers
@@ -186,8 +185,8 @@ class DispatchMailbox:
                 return
             if len(self._queues[worker]) >= QUEUE_ELEMENTS:
                 raise BufferError(
-                    f"sharding_round_robin_dispatch holds {QUEUE_ELEMENTS} elements for worker {worker}, which takes none "
-                    "while another waits for its own; let every worker use as many elements for a batch"
+                    f"sharding_round_robin_dispatch holds {QUEUE_ELEMENTS} elements for worker {worker}, which takes "
+                    "none while another waits for its own; let every worker use as many elements for a batch"
                 )
             self._queues[worker].append(parcel)
             io_waits, self._io_waits = self._io_waits, False
@@ -245,7 +244,6 @@ class FeedOutlet:
         self._packer = Packer(session, 0, 0)  # to each worker its feed is stream 0
         self._session = session
         self.raw = [router.raw]
-        self.blocked: Any = None
 
     def pump(self) -> bool:
         """Move what can be moved; whether anything was."""
@@ -255,9 +253,14 @@ class FeedOutlet:
                 self._mailbox.credit(credit)
         leaving = self._mailbox.collect()
         for worker, parcels in leaving:
-            for frames in self._packer.pack(parcels):
-                self._router.send(worker, frames)
+            for message in self._packer.pack(parcels):
+                self._router.send(worker, message)
         return bool(leaving)
+
+    @property
+    def blocked(self) -> Any:
+        """Nothing ever waits here: each worker has connected before it asks."""
+        return None
 
     def abandon(self) -> None:
         """A new epoch: nothing waits here that would have to be dropped."""
@@ -270,4 +273,3 @@ def _read_credit(frames: list[bytes]) -> Credit | None:
     except (msgspec.DecodeError, IndexError):
         return None
     return message if isinstance(message, Credit) else None
-

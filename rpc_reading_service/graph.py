@@ -90,13 +90,13 @@ def _why_not_one_branch(datapipe: DataPipe, branches: Sequence[DataPipe]) -> str
     names = ", ".join(sorted({type(dp).__name__ for dp in staying})) or type(datapipe).__name__
     if not branches:
         return (
-            f"no part of the graph can run on workers: {names} (is_replicable() is False) stays in the training process "
-            "and everything comes from it; move it behind the part to distribute, or make it replicable"
+            f"no part of the graph can run on workers: {names} (is_replicable() is False) stays in the training "
+            "process and everything comes from it; move it behind the part to distribute, or make it replicable"
         )
     ends = ", ".join(type(branch).__name__ for branch in branches)
     return (
-        f"the graph has {len(branches)} separate branches for workers (ending in {ends}), joined by {names}, which stays "
-        "in the training process (is_replicable() is False); join the branches before it, with zip, mux or concat"
+        f"the graph has {len(branches)} separate branches for workers (ending in {ends}), joined by {names}, which "
+        "stays in the training process (is_replicable() is False); join the branches before it, with zip, mux or concat"
     )
 
 
@@ -148,9 +148,7 @@ def _by_value(modules: Sequence[str | ModuleType]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _what_cannot_be_pickled(
-    split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, error: Exception
-) -> str:
+def _what_cannot_be_pickled(split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}"
     for name, function in (("worker_init_fn", init_fn), ("worker_reset_fn", reset_fn)):
         if not _can_pickle(function):

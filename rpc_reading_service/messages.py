@@ -39,7 +39,7 @@ CONTROL_BYTES = CHUNK_BYTES + (64 << 10)
 """Largest frame that a control socket accepts: a graph chunk and some room."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Identifier: TypeAlias = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]+$")]
+Identifier: TypeAlias = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]+\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=16_384)]
 
 
@@ -50,7 +50,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # Greeting.
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Client to daemon, first of all; repeated until answered."""
 
     protocol: int
@@ -61,7 +61,7 @@ class Hello(Message):
     """Who is asking, for logs and refusals: host name and process id."""
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The daemon's answer to a Hello it can serve."""
 
     protocol: int
@@ -80,7 +80,7 @@ class Welcome(Message):
     """Sessions that hold the others."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The daemon will not do what was asked; the text is for the user."""
 
     kind: Text
@@ -92,14 +92,14 @@ class Refused(Message):
 # Sessions.
 
 
-class SessionMessage(Message):
+class SessionMessage(Message, frozen=True):
     """Base of all that concerns one session."""
 
     session: Identifier
     """Drawn at random by the client: who knows it may use the session."""
 
 
-class OpenSession(SessionMessage):
+class OpenSession(SessionMessage, frozen=True):
     """Client to daemon: hold slots for this session; repeated, it changes their number."""
 
     client: Text
@@ -114,7 +114,7 @@ class OpenSession(SessionMessage):
     """Size of the pickled graph."""
 
 
-class SessionOpened(SessionMessage):
+class SessionOpened(SessionMessage, frozen=True):
     """The daemon holds these slots."""
 
     slots: Count
@@ -123,29 +123,29 @@ class SessionOpened(SessionMessage):
     """Whether the graph is here already and need not be sent."""
 
 
-class GraphChunk(SessionMessage):
+class GraphChunk(SessionMessage, frozen=True):
     """Client to daemon, with a payload of at most ``CHUNK_BYTES``: a piece of the pickled graph."""
 
     offset: Count
     """Where the payload belongs; chunks come in order."""
 
 
-class CloseSession(SessionMessage):
+class CloseSession(SessionMessage, frozen=True):
     """Client to daemon: end the session's workers and free its slots."""
 
 
-class SessionClosed(SessionMessage):
+class SessionClosed(SessionMessage, frozen=True):
     """The session is over here: asked for, or because the daemon ends; its slots are free."""
 
     reason: Text
     """Empty if the client asked for it."""
 
 
-class Heartbeat(SessionMessage):
+class Heartbeat(SessionMessage, frozen=True):
     """Client to daemon, every ``protocol.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
 
 
-class HeartbeatReply(SessionMessage):
+class HeartbeatReply(SessionMessage, frozen=True):
     """The daemon's answer to a Heartbeat."""
 
     boot: Identifier
@@ -155,7 +155,7 @@ class HeartbeatReply(SessionMessage):
 # Workers.
 
 
-class WorkerMessage(SessionMessage):
+class WorkerMessage(SessionMessage, frozen=True):
     """Base of all that concerns one worker process."""
 
     worker: Count
@@ -164,7 +164,7 @@ class WorkerMessage(SessionMessage):
     """0 for the first process of this shard, then one more each time it is run elsewhere or again."""
 
 
-class StartWorker(WorkerMessage):
+class StartWorker(WorkerMessage, frozen=True):
     """Client to daemon: run a shard in one of the session's slots."""
 
     num_workers: Count
@@ -175,11 +175,11 @@ class StartWorker(WorkerMessage):
     """This worker's share of ``prefetch_bytes``."""
 
 
-class StopWorker(WorkerMessage):
+class StopWorker(WorkerMessage, frozen=True):
     """Client to daemon, and on to the worker: end; the slot stays with the session."""
 
 
-class WorkerReady(WorkerMessage):
+class WorkerReady(WorkerMessage, frozen=True):
     """Worker to client: the graph is built and sharded; the data channel is bound."""
 
     pid: Count
@@ -188,21 +188,21 @@ class WorkerReady(WorkerMessage):
     """TCP port of the data channel, on the daemon's address."""
 
 
-class WorkerFailed(WorkerMessage):
+class WorkerFailed(WorkerMessage, frozen=True):
     """Worker to client, with an encoded exception as payload: the graph could not be built or sharded."""
 
     missing: Text
     """Name of the module that the graph needs and the worker lacks; empty for any other failure."""
 
 
-class WorkerExited(WorkerMessage):
+class WorkerExited(WorkerMessage, frozen=True):
     """Daemon to client: the process is gone, or had to be ended."""
 
     reason: Text
     """What happened, in words: ``was killed by SIGKILL``, ``exited with code 3``."""
 
 
-class StartEpoch(WorkerMessage):
+class StartEpoch(WorkerMessage, frozen=True):
     """Client to worker, with the pickled seeds as payload: abandon whatever runs and begin this epoch."""
 
     epoch: Count
@@ -213,7 +213,7 @@ class StartEpoch(WorkerMessage):
     """Batches of this shard consumed so far, as in Credit."""
 
 
-class Credit(WorkerMessage):
+class Credit(WorkerMessage, frozen=True):
     """Client to worker: how far the training loop has consumed; later ones replace earlier ones."""
 
     epoch: Count
@@ -222,7 +222,7 @@ class Credit(WorkerMessage):
     """Batches of this shard that were handed to the training loop in this epoch."""
 
 
-class ConnectFeed(WorkerMessage):
+class ConnectFeed(WorkerMessage, frozen=True):
     """Client to worker: where the dispatching worker is."""
 
     address: Text
@@ -231,21 +231,21 @@ class ConnectFeed(WorkerMessage):
     """On which it feeds the others."""
 
 
-class Pause(WorkerMessage):
+class Pause(WorkerMessage, frozen=True):
     """Client to worker, with an optional pickled function as payload: stop producing and answer Paused."""
 
     request: Count
     """Comes back in the answer."""
 
 
-class Resume(WorkerMessage):
+class Resume(WorkerMessage, frozen=True):
     """Client to worker, with an optional pickled function as payload: go on and answer Done."""
 
     request: Count
     """Comes back in the answer."""
 
 
-class Limit(WorkerMessage):
+class Limit(WorkerMessage, frozen=True):
     """Client to worker, with a pickled function as payload: apply it to the graph and answer Done."""
 
     request: Count
@@ -254,18 +254,18 @@ class Limit(WorkerMessage):
     """The function's second argument."""
 
 
-class Done(WorkerMessage):
+class Done(WorkerMessage, frozen=True):
     """Worker to client: a Pause, Resume or Limit was carried out; an encoded exception as payload if it failed."""
 
     request: Count
     """As in the request."""
 
 
-class AskStack(WorkerMessage):
+class AskStack(WorkerMessage, frozen=True):
     """Client to worker: where is your main thread?"""
 
 
-class Stack(WorkerMessage):
+class Stack(WorkerMessage, frozen=True):
     """Worker to client, from its I/O thread: what the main thread is doing."""
 
     busy_s: float
@@ -309,7 +309,7 @@ FromWorker: TypeAlias = WorkerReady | WorkerFailed | Done | Stack
 # Data channel.
 
 
-class Data(WorkerMessage):
+class Data(WorkerMessage, frozen=True):
     """Base of the data channel's headers: where in which stream the body belongs."""
 
     epoch: Count
@@ -318,25 +318,25 @@ class Data(WorkerMessage):
     """Number of the batch within its shard's epoch, from 0; of the first one in ``Batches``."""
 
 
-class Opened(Data):
+class Opened(Data, frozen=True):
     """First message of every worker, without a body: the data channel works."""
 
 
-class Batches(Data):
+class Batches(Data, frozen=True):
     """Small batches, at most ``CHUNK_BYTES`` in all: their codec headers in one frame, then a frame for each buffer."""
 
     sizes: list[list[Count]]
     """Per batch: bytes of its codec header, then bytes of each of its buffers."""
 
 
-class Large(Data):
+class Large(Data, frozen=True):
     """One batch of more than ``CHUNK_BYTES``; its parts follow as Chunks."""
 
     sizes: list[Count]
     """Bytes of its codec header, then bytes of each of its buffers."""
 
 
-class Chunk(Data):
+class Chunk(Data, frozen=True):
     """Bytes of one part of the Large batch before, straight into their place."""
 
     part: Count
@@ -345,11 +345,11 @@ class Chunk(Data):
     """Where in the part the body belongs; chunks come in order."""
 
 
-class EndOfShard(Data):
+class EndOfShard(Data, frozen=True):
     """The shard is exhausted; ``seq`` counts all its batches."""
 
 
-class ShardError(Data):
+class ShardError(Data, frozen=True):
     """User code raised; the body is the encoded exception; ``seq`` counts the batches before it."""
 
 
@@ -372,4 +372,7 @@ def decode(frame: bytes | bytearray | memoryview, kind: Any) -> Any:
     Raises:
         msgspec.DecodeError: the frame is not such a message.
     """
-    return _decoders[kind].decode(frame)
+    try:
+        return _decoders[kind].decode(frame)
+    except RecursionError as error:
+        raise msgspec.DecodeError("the message is nested too deeply") from error

@@ -1,6 +1,6 @@
 """The session and its workers as state machines: messages and the clock go in, actions come out. No I/O.
 
-Every legal change of a worker's state is a row of ``TRANSITIONS``; the client and the worker process hold the same table.
+Every legal change of a worker's state is a row of ``TRANSITIONS``; the client and the worker hold the same table.
 
               start            ready             begin             end
     VACANT ---------> STARTING -------> STANDBY -------> RUNNING -------> STANDBY
@@ -287,6 +287,48 @@ Action: TypeAlias = Send | ConnectData | DisconnectData | Reconnect | Drop | Fai
 
 
 @dataclass(frozen=True)
+class Pool:
+    """The ranks of a distributed training share the daemons out: each the same way, whoever connects first.
+
+    With at least as many daemons as ranks, rank r takes ``daemons[r::world_size]``; with fewer, the slots of each
+    daemon are divided evenly among the ranks that share it.
+    """
+
+    rank: int
+    world_size: int
+
+    def shares(self, slots: dict[str, int], needed: int) -> dict[str, int]:
+        """How many slots of each daemon this rank may hold.
+
+        Args:
+            slots: of every daemon, in the order given by the user
+            needed: by each rank
+
+        Raises:
+            SlotsError: some rank would get fewer; every rank raises it.
+        """
+        shares = [self._of(rank, slots) for rank in range(self.world_size)]
+        poorest = min(range(self.world_size), key=lambda rank: sum(shares[rank].values()))
+        if sum(shares[poorest].values()) < needed:
+            pool = ", ".join(f"{address} with {count}" for address, count in slots.items())
+            raise SlotsError(
+                f"{self.world_size} ranks share {sum(slots.values())} slots ({pool}); rank {poorest} would get "
+                f"{sum(shares[poorest].values())} of the {needed} that each rank needs: start more daemons or more "
+                "slots, or ask for fewer num_workers"
+            )
+        return shares[self.rank]
+
+    def _of(self, rank: int, slots: dict[str, int]) -> dict[str, int]:
+        addresses = list(slots)
+        if len(addresses) >= self.world_size:
+            mine = set(addresses[rank :: self.world_size])
+            return {address: count if address in mine else 0 for address, count in slots.items()}
+        turn = rank % len(addresses)
+        sharing = len(range(turn, self.world_size, len(addresses)))
+        return {a: count // sharing if i == turn else 0 for i, (a, count) in enumerate(slots.items())}
+
+
+@dataclass(frozen=True)
 class SessionOptions:
     """What a session needs to know, checked by ``reading_service``."""
 
@@ -303,7 +345,7 @@ class SessionOptions:
     graph_chunks: Sequence[memoryview] = field(repr=False)
     graph_bytes: int = 0
     dispatching: bool = False
-    pool_share: Callable[[str, int], int] | None = None
+    pool: Pool | None = None
 
 
 class LinkState(Enum):
@@ -383,6 +425,7 @@ class ClientSession:
         self.closed = False
         self.closed_at = 0.0
         self._progress = progress
+        self._wanted: dict[str, int] | None = None
         self._seeds: list[bytes] = []
         self._unfinished: set[int] = set()
         self._pending_requests: dict[int, set[int]] = {}
@@ -439,57 +482,58 @@ class ClientSession:
             # A daemon that was lost may still run what we gave up on: end that before we use it again.
             self._send(link, CloseSession(self.options.session))
             self._place_vacant(now)
-        elif all(other.state is LinkState.GREETED for other in self.links.values()):
-            self._hold_slots()
+        else:
+            self._proceed(now)
 
-    def _hold_slots(self) -> None:
-        wanted = self._shares()
-        for link, slots in wanted.items():
-            if slots != 0:
-                self._open(self.links[link], slots)
+    def _proceed(self, now: float) -> None:
+        """Take the next step of opening: hold slots once every daemon has answered, place the shards once all are held."""
+        if self.closed or any(link.state is LinkState.GREETING for link in self.links.values()):
+            return
+        if self._wanted is None:
+            self._wanted = self._shares()
+        for address, slots in self._wanted.items():
+            link = self.links[address]
+            if link.state is LinkState.GREETED and slots > 0:
+                self._open(link, slots, now)
+        if all(self.links[address].held >= slots for address, slots in self._wanted.items()):
+            self._place_all(now)
 
-    def _shares(self) -> dict[str, int | None]:
+    def _shares(self) -> dict[str, int]:
         """Slots to hold on each daemon: all that are free, or ``num_workers`` dealt out one by one."""
-        free = {
-            address: self.options.pool_share(address, link.free) if self.options.pool_share else link.free
-            for address, link in self.links.items()
-        }
-        if self.options.num_workers is None:
-            if sum(free.values()) <= self.options.dispatching:
-                raise SlotsError(
-                    f"too few slots are free{self._for_dispatching()}: " + "; ".join(str(link) for link in self.links.values())
-                )
-            return dict(free) if self.options.pool_share else {a: None if n else 0 for a, n in free.items()}
-        total = self.options.num_workers + self.options.dispatching
-        if total > sum(free.values()):
+        free = {address: link.free for address, link in self.links.items()}
+        extra = self.options.dispatching
+        if self.options.pool is not None:
+            slots = {address: link.slots for address, link in self.links.items()}
+            limits = self.options.pool.shares(slots, (self.options.num_workers or 1) + extra)
+            free = {address: min(count, limits[address]) for address, count in free.items()}
+        wanted = self.options.num_workers
+        if sum(free.values()) < (wanted or 1) + extra:
             raise SlotsError(
-                f"num_workers={self.options.num_workers}{self._for_dispatching()}, but only {sum(free.values())} slots are "
-                "free: "
+                f"num_workers={wanted}{self._for_dispatching()}, but only {sum(free.values())} slots are free for it: "
                 + "; ".join(str(link) for link in self.links.values())
                 + ". Ask for fewer workers, or start more daemons or more slots"
             )
-        shares: dict[str, int | None] = dict.fromkeys(free, 0)
-        for address in deal(free, total):
-            shares[address] = (shares[address] or 0) + 1
-        return shares
+        if wanted is None:
+            return free
+        dealt = deal(free, wanted + extra)
+        return {address: dealt.count(address) for address in free}
 
     def _for_dispatching(self) -> str:
         return " and one for sharding_round_robin_dispatch" if self.options.dispatching else ""
 
-    def _open(self, link: Link, slots: int | None) -> None:
+    def _open(self, link: Link, slots: int, now: float) -> None:
         link.state = LinkState.OPENING
+        link.heard = now  # silence counts from here
         options = self.options
-        self._send(
-            link,
-            OpenSession(
-                options.session,
-                options.client,
-                slots,
-                options.num_workers or 0,
-                options.graph_digest,
-                options.graph_bytes,
-            ),
+        message = OpenSession(
+            options.session,
+            options.client,
+            slots,
+            options.num_workers or 0,
+            options.graph_digest,
+            options.graph_bytes,
         )
+        self._send(link, message)
 
     def _opened(self, link: Link, message: SessionOpened, now: float) -> None:
         if link.state is not LinkState.OPENING:
@@ -499,8 +543,8 @@ class ClientSession:
         link.has_graph = link.has_graph or message.has_graph
         if self.workers:
             self._place_vacant(now)
-        elif not any(other.state is LinkState.OPENING for other in self.links.values()):
-            self._place_all(now)
+        else:
+            self._proceed(now)
 
     def _place_all(self, now: float) -> None:
         held = {address: link.held for address, link in self.links.items()}
@@ -511,13 +555,12 @@ class ClientSession:
 
     def _start(self, worker: Worker, link: Link, now: float) -> None:
         self._send_graph(link)
-        worker.address, worker.attempt, worker.pid = link.address, worker.attempt + 1, 0
+        worker.address, worker.attempt = link.address, worker.attempt + 1
+        worker.pid = worker.port = 0
         worker.change(_E.START, now)
         total, options = self.num_shards, self.options
         budget = max(1, options.prefetch_bytes // total)
-        message = StartWorker(
-            options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget
-        )
+        message = StartWorker(options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget)
         self._send(link, message)
 
     def _send_graph(self, link: Link) -> None:
@@ -575,7 +618,7 @@ class ClientSession:
     def _refused(self, link: Link, message: Refused, now: float) -> None:
         link.trouble = message.reason
         link.refused_at = now
-        if self.workers and message.kind != "version":
+        if self.workers and message.kind not in ("version", "graph"):
             link.state = LinkState.OPEN if link.held else LinkState.GREETED
             self._place_vacant(now)
             return
@@ -584,7 +627,9 @@ class ClientSession:
 
     def _ready(self, link: Link, message: WorkerReady, now: float) -> None:
         worker = self.workers[message.worker]
-        worker.pid, worker.port = message.pid, message.port
+        if worker.state is not _S.STARTING:
+            return
+        worker.pid, worker.port, worker.since = message.pid, message.port, now
         if worker.worker == self.num_shards:  # the dispatching worker sends the client nothing
             return self._stand_by(worker, now)
         self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
@@ -594,12 +639,16 @@ class ClientSession:
         where = f"in worker process {worker.worker} on {worker.address} ({link.host})"
         self._actions.append(FailRemotely(payload, where, worker.address, message.missing))
 
-    def data_opened(self, worker_id: int, attempt: int, now: float) -> None:
-        """The first message came through the worker's data channel: it works."""
+    def is_starting(self, worker_id: int, attempt: int) -> bool:
+        """Whether this process is the one that the shard waits for."""
+        if worker_id >= self.num_shards:
+            return False
         worker = self.workers[worker_id]
-        if worker.attempt != attempt or worker.state is not _S.STARTING:
-            return
-        self._stand_by(worker, now)
+        return worker.attempt == attempt and worker.state is _S.STARTING
+
+    def data_opened(self, worker_id: int, now: float) -> None:
+        """The first message came through the data channel of a starting worker: it works."""
+        self._stand_by(self.workers[worker_id], now)
 
     def _stand_by(self, worker: Worker, now: float) -> None:
         worker.change(_E.READY, now)
@@ -641,9 +690,7 @@ class ClientSession:
     def _begin(self, worker: Worker, now: float) -> None:
         received, consumed = self._progress(worker.worker)
         worker.change(_E.BEGIN, now)
-        message = StartEpoch(
-            self.options.session, worker.worker, worker.attempt, self.epoch, received, consumed
-        )
+        message = StartEpoch(self.options.session, worker.worker, worker.attempt, self.epoch, received, consumed)
         self._send(self.links[worker.address], message, self._seeds[worker.worker])
 
     def shard_ended(self, worker_id: int, now: float) -> None:
@@ -665,7 +712,7 @@ class ClientSession:
     def request(
         self, kind: type[Pause | Resume | Limit], payload: bytes, dispatching: bool, now: float, *more: object
     ) -> int:
-        """Send it to every worker, or to the dispatching one alone; ``request_waits_for`` tells who has not answered."""
+        """Send it to every worker, or to the dispatching one alone; ``request_waits_for`` tells who is to answer."""
         group = self.workers[self.num_shards :] if dispatching else self.workers[: self.num_shards]
         workers = [w for w in group if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
         request = self._new_request(w.worker for w in workers)
@@ -735,14 +782,15 @@ class ClientSession:
                 )
             )
         if self.options.dispatching:
-            self._restart_group(now)
+            self._restart_group(worker, now)
         self._place_vacant(now)
 
-    def _restart_group(self, now: float) -> None:
+    def _restart_group(self, lost: Worker, now: float) -> None:
         """What was dispatched to whom is known to the dispatching worker alone: all of them start again."""
         for worker in self.workers:
             if worker.state is not _S.VACANT:
                 self._send(self.links[worker.address], StopWorker(self.options.session, worker.worker, worker.attempt))
+                worker.last_loss = f"{worker} starts again with its group: {lost.last_loss}"
                 self._vacate(worker, now)
 
     def _vacate(self, worker: Worker, now: float) -> None:
@@ -758,7 +806,7 @@ class ClientSession:
                 return
 
     def _place(self, worker: Worker, now: float) -> bool:
-        used = {address: 0 for address in self.links}
+        used = dict.fromkeys(self.links, 0)
         for other in self.workers:
             if other.state is not _S.VACANT:
                 used[other.address] += 1
@@ -768,7 +816,7 @@ class ClientSession:
                 return True
         for link in self.links.values():
             if link.state in (LinkState.OPEN, LinkState.GREETED) and now - link.refused_at > HELLO_S:
-                self._open(link, used[link.address] + 1)
+                self._open(link, used[link.address] + 1, now)
                 return False
         return False
 
@@ -794,8 +842,9 @@ class ClientSession:
             return
         if self.closed:
             link.held = 0
-        elif link.state is LinkState.OPEN:
-            self._lose_link(link, f"ended the session: {message.reason or 'it does not know it any more'}", now)
+        elif message.reason and link.state in (LinkState.OPENING, LinkState.OPEN):
+            # Without a reason it answers our own CloseSession, from before the link was lost.
+            self._lose_link(link, f"ended the session: {message.reason}", now)
 
     def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
         if link.boot and message.boot != link.boot and link.state is LinkState.OPEN:
@@ -831,7 +880,7 @@ class ClientSession:
             if worker.state is _S.STARTING and worker.port and now - worker.since > self.options.connect_timeout:
                 reason = (
                     f"cannot be reached on its data port {worker.port} within {self.options.connect_timeout:g} s: open "
-                    "that port in the firewall, or fix the range with rpc-reading-worker --data-ports LO-HI and open that"
+                    "that port in the firewall, or fix the range with rpc-reading-worker --data-ports LO-HI and open it"
                 )
                 self._fail(ConnectError(f"{worker} {reason}"))
             elif worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout:
@@ -871,9 +920,14 @@ class ClientSession:
 def deal(slots: dict[str, int], total: int) -> list[str]:
     """The daemon of each shard: one each in turn, as long as they have slots; the same for the same pool.
 
+    Raises:
+        SlotsError: there are fewer slots than shards.
+
     >>> deal({"a": 1, "b": 3}, 4)
     ['a', 'b', 'b', 'b']
     """
+    if total > sum(slots.values()):
+        raise SlotsError(f"{total} shards need a slot each, but only {sum(slots.values())} are held")
     left = dict(slots)
     dealt: list[str] = []
     while len(dealt) < total:
@@ -899,11 +953,11 @@ def incompatible(protocol: int, theirs: dict[str, str], ours: dict[str, str]) ->
 
     Functions that travel by value are bytecode, which one minor version of Python does not share with the next.
     """
+    package = "rpc-reading-service"
     if protocol != PROTOCOL_VERSION:
         return (
-            f"the client speaks protocol {protocol} (rpc-reading-service {theirs.get('rpc-reading-service', 'unknown')}), "
-            f"this daemon protocol {PROTOCOL_VERSION} (rpc-reading-service {ours.get('rpc-reading-service', 'unknown')}): "
-            "install the same version on both sides"
+            f"the client speaks protocol {protocol} ({package} {theirs.get(package, 'unknown')}), this daemon protocol "
+            f"{PROTOCOL_VERSION} ({package} {ours.get(package, 'unknown')}): install the same version on both sides"
         )
     for name, parts in (("python", 2), ("torch", 1)):
         here, there = ours.get(name, "absent"), theirs.get(name, "absent")

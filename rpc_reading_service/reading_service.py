@@ -25,7 +25,7 @@ from rpc_reading_service.daemon import versions
 from rpc_reading_service.errors import AddressError, ClosedError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
-from rpc_reading_service.protocol import SessionOptions
+from rpc_reading_service.protocol import Pool, SessionOptions
 
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 MAX_PREFETCH_BYTES = 2 << 30
@@ -52,10 +52,16 @@ class Options:
     worker_reset_fn: ResetFn | None
     pickle_by_value: tuple[str, ...]
     prefetch_bytes: int | None
+    share_workers: bool
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int) and self.num_workers is not None and self.num_workers > self.workers:
             raise ValueError(f"num_workers={self.num_workers}, but workers={self.workers} starts only {self.workers}")
+
+    def _pool(self) -> Pool | None:
+        if isinstance(self.workers, int) or not self.share_workers or not _is_distributed():
+            return None
+        return Pool(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
     def for_session(self, payload: graph.Payload) -> SessionOptions:
         """What the client needs of them, for one session with this graph."""
@@ -73,11 +79,12 @@ class Options:
             graph_chunks=payload.chunks,
             graph_bytes=len(payload.data),
             dispatching=payload.dispatching,
+            pool=self._pool(),
         )
 
 
 class RPCReadingService(ReadingServiceInterface):
-    """Runs the replicable part of the graph on workers that may be anywhere, and feeds their batches to ``DataLoader2``.
+    """Runs the replicable part of the graph on workers that may be anywhere and feeds ``DataLoader2`` their batches.
 
     The batches, and their order, are those of ``MultiProcessingReadingService`` with as many workers.
 
@@ -99,6 +106,9 @@ class RPCReadingService(ReadingServiceInterface):
         pickle_by_value: modules, or their names, that are sent along and need not be installed on the workers
         prefetch_bytes: upper bound of all batches in flight or waiting, in bytes; one batch per worker may always
             move; by default a quarter of the free memory, at most 2 GiB
+        share_workers: in a distributed training (``torch.distributed`` is initialized) every rank takes its own share
+            of the daemons: ``workers[rank::world_size]`` if there are enough, else an even part of the slots of one;
+            False: this rank may use all of ``workers``
 
     Raises:
         TypeError, ValueError, AddressError: an argument is none of what is allowed; named in the text.
@@ -119,6 +129,7 @@ class RPCReadingService(ReadingServiceInterface):
         worker_reset_fn: ResetFn | None = None,
         pickle_by_value: Sequence[str | ModuleType] = (),
         prefetch_bytes: int | None = None,
+        share_workers: bool = True,
     ) -> None:
         self._options = Options(
             workers=_check_workers(workers),
@@ -133,6 +144,7 @@ class RPCReadingService(ReadingServiceInterface):
             worker_reset_fn=_callable("worker_reset_fn", worker_reset_fn),
             pickle_by_value=_check_modules(pickle_by_value),
             prefetch_bytes=_at_least(1, "prefetch_bytes", prefetch_bytes, optional=True),
+            share_workers=bool(share_workers),
         )
         self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
         self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
@@ -159,7 +171,7 @@ class RPCReadingService(ReadingServiceInterface):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _options=cloudpickle.loads(state["_options"]))
+        self.__dict__.update(state, _options=cloudpickle.loads(state["_options"]))
         self._reset()
 
     # From initialize to finalize.
@@ -174,6 +186,11 @@ class RPCReadingService(ReadingServiceInterface):
         source = _Source()
         split = graph.split(datapipe, source)
         options = self._options
+        if split.dispatching is not None and options.on_worker_loss == "drop":
+            raise ValueError(
+                "on_worker_loss='drop' cannot be had with sharding_round_robin_dispatch, which deals to all shards or "
+                "none: use 'recover' or 'raise'"
+            )
         payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
         client = source.client = Client(self._addresses(), options.for_session(payload), options.in_order)
         source.pin = _pin if options.pin_memory and _can_pin() else None
@@ -195,7 +212,7 @@ class RPCReadingService(ReadingServiceInterface):
         from_environment = os.environ.get(WORKERS_VARIABLE) if workers is None else None
         if from_environment:
             return _parse_addresses(from_environment.split(","), f"the environment's {WORKERS_VARIABLE}")
-        self._daemons = LocalDaemons([workers or self._options.num_workers or local_slots()])
+        self._daemons = LocalDaemons([workers or self._options.num_workers or local_slots()])  # this rank's own
         try:
             return self._daemons.addresses
         except BaseException:
@@ -273,6 +290,10 @@ def _shut_down(client: Client, daemons: LocalDaemons | None) -> None:
     client.close()
     if daemons is not None:
         daemons.close()
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _can_pin() -> bool:

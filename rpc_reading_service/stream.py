@@ -119,7 +119,7 @@ class Arrival(NamedTuple):
 
     header: Data | None
     """None if it could not be read."""
-    entries: list[Entry] = []
+    entries: Sequence[Entry] = ()
     """Batches that are complete with it; none for a piece of a larger one."""
     body: bytes = b""
     """Of a ShardError."""
@@ -171,7 +171,7 @@ class StreamReader:
             case Batches():
                 return Arrival(header, self._batches(header))
             case Large():
-                self._assemblies[header.worker] = (header, buffers.Assembly(header.sizes))
+                self._assemblies[header.worker] = (header, self._assembly(header))
                 return Arrival(header)
             case Chunk():
                 return Arrival(header, self._chunk(header))
@@ -182,12 +182,21 @@ class StreamReader:
         if not self._receiver.more:
             raise StreamError(f"worker {header.worker}: a message with batches has no body")
         body = memoryview(self._receiver.receive_frame())
+        if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != body.nbytes:
+            raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
         entries, start = [], 0
         for header_size, *sizes in header.sizes:
             parts = [self._buffer(header, size) for size in sizes]
             entries.append(Entry(body[start : start + header_size], parts, protocol.weight((header_size, *sizes))))
             start += header_size
         return entries
+
+    def _assembly(self, header: Large) -> buffers.Assembly:
+        try:
+            return buffers.Assembly(header.sizes)
+        except (MemoryError, ValueError) as error:
+            nbytes = sum(header.sizes)
+            raise StreamError(f"worker {header.worker}: no memory for a batch of {nbytes} bytes") from error
 
     def _buffer(self, header: Batches, size: int) -> Any:
         if size > CHUNK_BYTES or not self._receiver.more:
@@ -210,7 +219,7 @@ class StreamReader:
             return []
         self.forget(chunk.worker)
         header, *parts = assembly.parts
-        return [Entry(memoryview(header), parts, protocol.weight(large.sizes))]
+        return [Entry(header, parts, protocol.weight(large.sizes))]
 
 
 def _stream(header: Large | Chunk) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ A socket belongs to the thread that opened it; ``Waker`` is how any other thread
 socket lingers for a chosen time, and every wait has a ``Deadline``.
 """
 
+import contextlib
 import re
 import socket
 import struct
@@ -155,7 +156,7 @@ def _endpoint(address: str) -> str:
 
 
 def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int) -> "zmq.Socket[bytes]":
-    socket_ = context.socket(kind)
+    socket_: zmq.Socket[bytes] = context.socket(kind)
     socket_.linger = 0
     socket_.ipv6 = True
     socket_.maxmsgsize = max_bytes
@@ -418,7 +419,7 @@ def _bind(socket_: "zmq.Socket[bytes]", host: str, ports: Iterable[int]) -> int:
         except zmq.ZMQError as zmq_error:
             error = OSError(zmq_error.errno, f"cannot bind {join_address(host, port)}: {zmq_error.strerror}")
             continue
-        return split_address(socket_.last_endpoint.rstrip(b"\0").decode())[1]
+        return split_address(socket_.getsockopt_string(zmq.LAST_ENDPOINT))[1]
     raise error
 
 
@@ -454,10 +455,8 @@ class Waker:
         return self._sender.fileno()
 
     def wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: it needs no waking any more
             self._sender.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # full: it is awake already; closed: it needs no waking any more
 
     def clear(self) -> bytes:
         """Forget the calls so far; returns one byte for each: signal numbers, or zeros."""

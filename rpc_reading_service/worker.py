@@ -246,7 +246,7 @@ class Runner:
     def _finish(self, kind: type[Data], body: bytes = b"") -> None:
         self._change(protocol.WorkerEvent.END)
         self._put(Parcel(self._epoch, self._seq, kind, body))
-        self._feed.finish()
+        self._feed.finish(self._epoch)
         self._iterator = None
 
 
@@ -288,6 +288,10 @@ class Outlet(Protocol):
 
     raw: list[Any]
     """What to poll."""
+
+    @property
+    def blocked(self) -> Any:
+        """What to poll until it is writable; None if nothing waits."""
 
     def pump(self) -> bool:
         """Move what can be moved; whether anything was."""
@@ -405,7 +409,9 @@ class IOThread:
             return "no main thread"
         ours = os.path.dirname(__file__)
         entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(ours)]
-        user = [entry for entry in entries if "site-packages" not in entry.filename and "/lib/python" not in entry.filename]
+        user = [
+            entry for entry in entries if "site-packages" not in entry.filename and "/lib/python" not in entry.filename
+        ]
         entry = (user or entries)[-1]
         return f"{entry.name}, {os.path.basename(entry.filename)}:{entry.lineno}"
 
@@ -413,7 +419,9 @@ class IOThread:
 # The process.
 
 
-def main(connection: "Connection[Any, Any]", graph_fd: Any, start: StartWorker, host: str, ports: Sequence[int]) -> None:
+def main(
+    connection: "Connection[Any, Any]", graph_fd: Any, start: StartWorker, host: str, ports: Sequence[int]
+) -> None:
     """Entry point of the process, called by multiprocessing's forkserver."""
     _become_worker(start)
     channel = transport.Channel(connection)
@@ -434,19 +442,20 @@ def _build(
     waker = transport.Waker()
     feed = Feed(start, waker)
     dispatching = start.worker == start.num_workers
-    mailbox: Any
-    outlet: Any
+    mailbox: Mailbox | DispatchMailbox
+    outlet: Outlet
     if dispatching:
-        mailbox, socket = DispatchMailbox(start, waker), context.feed_router(host, ports)
-        outlet = FeedOutlet(mailbox, socket, start.session)
+        mailbox, router = DispatchMailbox(start, waker), context.feed_router(host, ports)
+        outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
-        mailbox, socket = Mailbox(protocol.Window(start.prefetch_count, start.prefetch_bytes), waker), context.push(host, ports)
-        outlet = ClientOutlet(mailbox, socket, Packer(start.session, start.worker, start.attempt))
+        window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
+        mailbox, push = Mailbox(window, waker), context.push(host, ports)
+        outlet, port = ClientOutlet(mailbox, push, Packer(start.session, start.worker, start.attempt)), push.port
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
     io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed)
-    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), socket.port))
+    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port))
     return io.runner
 
 

@@ -107,7 +107,7 @@ class Held:
             *leaked_processes(self.processes, grace),
             *leaked_threads(self.threads, grace),
             *(repr(each) for serial, each in open_zmq_objects().items() if serial not in self.zmq_objects),
-            *grace.poll(lambda: leaked_shm_files(self.shm_files)),
+            *leaked_shm_files(self.shm_files, grace),
             *grace.poll(lambda: leaked_ports(self.sockets)),
         ]
 
@@ -248,40 +248,46 @@ def shm_files() -> set[str]:
     return {str(SHM / name) for name in os.listdir(SHM)} if SHM.exists() else set()
 
 
-def leaked_shm_files(before: frozenset[str]) -> list[str]:
+def leaked_shm_files(before: frozenset[str], grace: Grace) -> list[str]:
+    """Of the new files at the first look: strangers go on making files meanwhile."""
     new = shm_files() - before
-    return [f"shared-memory file {path}" for path in sorted(new - files_of_strangers(new))] if new else []
+    return [f"shared-memory file {path}" for path in grace.poll(lambda: files_of_ours(new & shm_files()))]
 
 
-def files_of_strangers(paths: set[str]) -> set[str]:
-    """Those of these files which belong to another user, or are in use outside this process tree only."""
-    family = {os.getpid(), *(each.pid for each in descendants())}
-    used = {pid: paths & files_in_use(pid) for pid in psutil.pids()}
-    ours = {path for pid in family for path in used.get(pid, set())}
-    return ({path for found in used.values() for path in found} | set(filter(is_foreign, paths))) - ours
+def files_of_ours(paths: set[str]) -> list[str]:
+    """Not those which belong to another user, or are in use outside this process tree only."""
+    found = {path: status for path in paths if (status := status_of(path)) and status.st_uid == os.getuid()}
+    family = {os.getpid(), *(each.pid for each in descendants())} if found else set()
+    used = {pid: shm_inodes_in_use(pid) for pid in (psutil.pids() if found else [])}
+    ours = {inode for pid, inodes in used.items() for inode in inodes if pid in family}
+    others = {inode for pid, inodes in used.items() for inode in inodes if pid not in family}
+    return sorted(path for path, status in found.items() if status.st_ino in ours or status.st_ino not in others)
 
 
-def files_in_use(pid: int) -> set[str]:
-    """The files that a process maps or holds open, as far as we may see."""
-    found = set(open_descriptors(pid))
+def shm_inodes_in_use(pid: int) -> set[int]:
+    """What a process maps or holds open there, by inode: a semaphore is mapped under a name that it had before."""
+    opened = [status_of(link) for link, target in open_descriptors(pid).items() if target.startswith(f"{SHM}/")]
+    inodes = {status.st_ino for status in opened if status}
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
-    return found
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if f" {SHM}/" in line}
+    return inodes
 
 
-def is_foreign(path: str) -> bool:
-    with suppress(FileNotFoundError):
-        return os.stat(path).st_uid != os.getuid()
-    return False
-
-
-def open_descriptors(pid: int) -> Iterator[str]:
-    """What each descriptor of a process points to: a path, ``socket:[inode]``, ..."""
+def status_of(path: str) -> os.stat_result | None:
     with suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        return os.stat(path)
+    return None
+
+
+def open_descriptors(pid: int) -> dict[str, str]:
+    """The descriptors of a process, as links, and what each points to: a path, ``socket:[inode]``, ..."""
+    found, folder = {}, f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for name in os.listdir(folder):
             with suppress(OSError):
-                yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                found[f"{folder}/{name}"] = os.readlink(f"{folder}/{name}")
+    return found
 
 
 # Listening TCP ports: the kernel takes 5 ms to list its TCP sockets, so it is asked only about new ones.
@@ -290,7 +296,9 @@ def open_descriptors(pid: int) -> Iterator[str]:
 def sockets_of(family: set[psutil.Process]) -> dict[str, psutil.Process]:
     """Every socket of this process and its descendants, by the name ``socket:[inode]`` that descriptors have for it."""
     holders = [*family, psutil.Process()]
-    return {name: each for each in holders for name in open_descriptors(each.pid) if name.startswith("socket:")}
+    return {
+        name: each for each in holders for name in open_descriptors(each.pid).values() if name.startswith("socket:")
+    }
 
 
 def leaked_ports(before: frozenset[str]) -> list[str]:

@@ -30,6 +30,10 @@ LEAKS = {
         "kept.append(zmq.Context.instance().socket(zmq.PULL))",
         "<zmq.Socket(zmq.PULL) at *>",
     ),
+    "semaphore": (
+        "kept.append(multiprocessing.get_context('spawn').Lock())",
+        "shared-memory file /dev/shm/sem.mp-*",
+    ),
     "shared-memory file": ("open(os.environ['SHM_FILE'], 'w').close()", "shared-memory file /dev/shm/leak-check-*"),
     "listening port": (
         "kept.append(socket.create_server(('127.0.0.1', 0)))",
