@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rpc_reading_service.errors import (
         AddressError,
         BatchError,
+        CheckpointError,
         ClosedError,
         ConnectError,
         GraphError,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AddressError",
     "BatchError",
+    "CheckpointError",
     "ClosedError",
     "ConnectError",
     "GraphError",

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ CLOSE_S = 5.0
 STACK_S = 2.0
 """How long a wait that is about to complain waits for the worker's stack."""
 
+FINALIZED = "the reading service has been finalized: create a new DataLoader2"
+
 TICK_S = 0.5
 MESSAGES_PER_TURN = 256
 """Data messages received before control messages get their turn."""
@@ -75,6 +78,8 @@ class Client:
         self._merge = Merge(0, in_order)
         self._meters: list[protocol.CreditMeter] = []
         self._reported: list[int] = []
+        self._undelivered: deque[int] = deque()
+        self.tracks_delivery = False
         self._stacks: dict[int, Stack] = {}
         self._error: BaseException | None = None
         self._closed = False
@@ -127,14 +132,20 @@ class Client:
 
     # Use.
 
-    def start_epoch(self, seeds: Sequence[bytes]) -> None:
-        """Abandon the running epoch and begin the next, each shard with its own pickled seeds."""
+    def start_epoch(self, seeds: Sequence[bytes], consumed: Sequence[int] | None = None, turn: int = 0) -> None:
+        """Abandon the running epoch and begin the next, each shard with its own pickled seeds.
+
+        Args:
+            consumed: per shard, batches that were consumed before, and are not produced again
+            turn: the shard whose turn it is
+        """
         with self._changed:
             self._check_usable()
             now = time.monotonic()
             epoch = self._session.start_epoch(seeds, now)
-            self._merge.begin_epoch(epoch)
-            self._reported = [0] * self._merge.num_workers
+            self._merge.begin_epoch(epoch, consumed, turn)
+            self._reported = self._merge.consumed
+            self._undelivered.clear()
             self._session.begin_shards(now)
             self._last_arrival = now
             self._changed.notify_all()
@@ -161,6 +172,8 @@ class Client:
             if isinstance(item, Signal):
                 raise StopIteration
             worker, entry = item
+            if self.tracks_delivery:
+                self._undelivered.append(worker)
             owes_credit = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
             if owes_credit:
                 self._give_credit(worker)
@@ -169,6 +182,19 @@ class Client:
         if isinstance(entry, Entry):
             return codec.decode(entry.header, entry.buffers)
         raise codec.decode_error(entry.payload, self._where(worker))
+
+    def delivered(self) -> None:
+        """A batch has come out at the end of the graph; with ``tracks_delivery``, whoever is in between counts nothing."""
+        with self._changed:
+            self._undelivered.popleft()
+
+    def position(self) -> tuple[list[int], int]:
+        """Batches delivered per shard, and the shard whose turn it is."""
+        with self._changed:
+            consumed = self._merge.consumed
+            for worker in self._undelivered:
+                consumed[worker] -= 1
+            return consumed, self._undelivered[0] if self._undelivered else self._merge.turn
 
     def _where(self, worker: int) -> str:
         known = self._session.workers[worker]
@@ -240,6 +266,8 @@ class Client:
         warn_at = started + WARN_AFTER_S
         while not done():
             self._raise_error()
+            if self._closed:
+                raise ClosedError(FINALIZED)
             now = time.monotonic()
             if now >= warn_at:
                 warn_at = now + WARN_AFTER_S
@@ -291,7 +319,7 @@ class Client:
                 "DataLoader2 in the process that reads it"
             )
         if self._closed:
-            raise ClosedError("the reading service has been finalized")
+            raise ClosedError(FINALIZED)
         self._raise_error()
 
     def _raise_error(self) -> None:

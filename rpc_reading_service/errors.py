@@ -7,6 +7,7 @@
     ├── SlotsError                          too few free slots: add daemons, or ask for fewer workers
     ├── GraphError                          the graph cannot be split, sent or rebuilt: change the graph
     │   └── GraphPickleError                an attribute of a DataPipe cannot be pickled
+    ├── CheckpointError (also ValueError)   a saved state is not ours, damaged, or of another graph: use the right one
     ├── BatchError                          a batch cannot be encoded: change what the graph yields
     ├── WorkerError                         user code failed in a worker, with an exception that cannot be rebuilt here
     ├── WorkerLostError                     a worker or its daemon died: look at that machine
@@ -44,6 +45,10 @@ class GraphError(RPCReadingError):
 
 class GraphPickleError(GraphError):
     """An attribute of a DataPipe cannot be pickled."""
+
+
+class CheckpointError(RPCReadingError, ValueError):
+    """A saved state cannot be restored: not ours, damaged, or of another graph or ``num_workers``."""
 
 
 class BatchError(RPCReadingError):

@@ -23,6 +23,7 @@ from torch.utils.data.graph_settings import apply_sharding
 from torchdata.dataloader2.graph import DataPipe, find_dps, list_dps, replace_dp, set_graph_random_seed, traverse_dps
 from torchdata.dataloader2.graph.utils import _find_replicable_branches
 from torchdata.dataloader2.random import SeedGenerator
+from torchdata.dataloader2.random._philox import PhiloxEngine
 from torchdata.dataloader2.utils import WorkerInfo
 from torchdata.dataloader2.utils.dispatch import (
     _DummyIterDataPipe,
@@ -30,7 +31,7 @@ from torchdata.dataloader2.utils.dispatch import (
     find_non_dispatching_branches,
 )
 from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
-from torchdata.datapipes.iter import IterDataPipe, Prefetcher
+from torchdata.datapipes.iter import FullSync, IterDataPipe, PinMemory, Prefetcher
 
 from rpc_reading_service.errors import GraphError, GraphPickleError
 from rpc_reading_service.messages import CHUNK_BYTES
@@ -116,6 +117,20 @@ class Payload:
         return [view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES)]
 
 
+def structure(datapipe: DataPipe) -> str:
+    """Fingerprint of a graph's structure: the same in every process, whatever its DataPipes hold."""
+    names = [f"{type(dp).__module__}.{type(dp).__qualname__}" for dp in list_dps(traverse_dps(datapipe))]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def is_transparent(end: DataPipe, source: DataPipe) -> bool:
+    """Whether what stays in the training process passes the workers' batches on one for one, in order."""
+    return all(dp is source or type(dp) in _ONE_FOR_ONE for dp in list_dps(traverse_dps(end)))
+
+
+_ONE_FOR_ONE = {FullSync, Prefetcher, PinMemory}
+
+
 def dump(
     split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, pickle_by_value: Sequence[str | ModuleType] = ()
 ) -> Payload:
@@ -195,13 +210,42 @@ class Seeds:
     """
 
     def __init__(self) -> None:
-        self._left: bytes | None = None
+        self._left = ""
+        self.received = ""
+        self.torch_before = ""
+        self.start: list[list[int]] = []
 
     def begin(self, generator: SeedGenerator) -> None:
-        """Advance whatever nobody else has."""
+        """A new epoch: advance whatever nobody else has."""
+        self.received = fingerprint(generator)
+        self.torch_before = _torch_fingerprint()
         torch.empty((), dtype=torch.int64).random_()
-        if self._left is not None and self._left == pickle.dumps(generator):
+        if self.received == self._left:
             generator.seed(generator.generate_seed())
+        self.start = _numbers(generator)
+
+    def begins_again(self, generator: SeedGenerator, received: str, torch_before: str) -> bool:
+        """Whether DataLoader2 was told to begin a saved epoch again, ``_restore_checkpoint_beginning_of_epoch()``.
+
+        Then the generator is the one that the epoch was begun with; but so it is if there was no ``dl.seed`` and this
+        process gave torch's global generator the same seed as the first one did.
+        """
+        if fingerprint(generator) != received or received == fingerprint(SeedGenerator()):
+            return False
+        return not (torch.distributed.is_initialized() and _torch_fingerprint() == torch_before)
+
+    def begin_again(self, generator: SeedGenerator, start: list[list[int]], received: str, torch_before: str) -> None:
+        """A saved epoch goes on: its seeds are drawn once more, whatever a reading service in front has drawn by now."""
+        if _torch_fingerprint() == torch_before:  # the process was seeded as the first one was: follow it
+            torch.empty((), dtype=torch.int64).random_()
+        generator.__setstate__(_from_numbers(start))
+        self.start, self.received, self.torch_before = start, received, torch_before
+
+    def leave(self, start: list[list[int]], end: DataPipe, num_workers: int) -> None:
+        """A saved epoch is over: know the generator that it left, by which ``begin`` tells whether to advance."""
+        generator = SeedGenerator(_rngs=_from_numbers(start))
+        seed_end(end, generator)
+        self.spawn(generator, num_workers, None)
 
     def spawn(self, generator: SeedGenerator, num_workers: int, iter_reset_fn: IterResetFn | None) -> list[bytes]:
         """The pickled seeds of every worker, and of the dispatching worker after them."""
@@ -209,8 +253,41 @@ class Seeds:
         spawned.append(spawned[0].spawn(0))
         payloads = [cloudpickle.dumps((seeds, iter_reset_fn), protocol=5) for seeds in spawned]
         generator.spawn(num_workers, inplace=True)
-        self._left = pickle.dumps(generator)
+        self._left = fingerprint(generator)
         return payloads
+
+
+def fingerprint(generator: SeedGenerator) -> str:
+    """Equal for generators that draw equally."""
+    return _text(_numbers(generator))
+
+
+def _text(numbers: list[list[int]]) -> str:
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+def _torch_fingerprint() -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+
+
+def _numbers(generator: SeedGenerator) -> list[list[int]]:
+    """The whole state of a generator: per Philox engine its seed, counter, spawn seed and cached seeds."""
+    return [
+        [*engine._seed, *engine._ctr, *engine._spawn_seed, *(engine._generated_seeds or ())]
+        for engine in generator.__getstate__()
+    ]
+
+
+def _from_numbers(numbers: list[list[int]]) -> tuple[PhiloxEngine, PhiloxEngine]:
+    shared, worker = (_engine(values) for values in numbers)
+    return shared, worker
+
+
+def _engine(values: list[int]) -> PhiloxEngine:
+    engine = PhiloxEngine()
+    engine._seed, engine._ctr, engine._spawn_seed = tuple(values[:2]), values[2:6], tuple(values[6:8])
+    engine._generated_seeds = values[8:] or None
+    return engine
 
 
 def seed_end(end: DataPipe, generator: SeedGenerator) -> None:

@@ -6,20 +6,20 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import psutil
 import torch
-from torchdata.dataloader2 import ReadingServiceInterface
+from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
 from torchdata.dataloader2.graph import DataPipe
 from torchdata.dataloader2.random import SeedGenerator
 from torchdata.datapipes.iter import IterDataPipe
 from torchdata.datapipes.utils import pin_memory_fn
 
-from rpc_reading_service import graph, transport
+from rpc_reading_service import checkpoint, graph, transport
 from rpc_reading_service.client import Client
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.errors import AddressError, ClosedError
@@ -30,7 +30,17 @@ from rpc_reading_service.protocol import Pool, SessionOptions
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 MAX_PREFETCH_BYTES = 2 << 30
 
-_INITIALIZED = {"_daemons", "_client", "_end_datapipe", "_seeds", "_finalizer"}
+_INITIALIZED = {
+    "_daemons",
+    "_client",
+    "_end_datapipe",
+    "_end",
+    "_graph",
+    "_epoch",
+    "_restored",
+    "_seeds",
+    "_finalizer",
+}
 
 PauseFn = Callable[[DataPipe], DataPipe]
 LimitFn = Callable[[DataPipe, int | None], DataPipe]
@@ -83,7 +93,7 @@ class Options:
         )
 
 
-class RPCReadingService(ReadingServiceInterface):
+class RPCReadingService(CheckpointableReadingServiceInterface):
     """Runs the replicable part of the graph on workers that may be anywhere and feeds ``DataLoader2`` their batches.
 
     The batches, and their order, are those of ``MultiProcessingReadingService`` with as many workers.
@@ -155,6 +165,10 @@ class RPCReadingService(ReadingServiceInterface):
         self._daemons: LocalDaemons | None = None
         self._client: Client | None = None
         self._end_datapipe: DataPipe | None = None
+        self._end: _End | None = None
+        self._graph = ""
+        self._epoch = 0
+        self._restored: checkpoint.State | None = None
         self._seeds = graph.Seeds()
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -183,9 +197,12 @@ class RPCReadingService(ReadingServiceInterface):
             GraphError, ConnectError, VersionError, SlotsError, AddressError: see ``errors``.
             Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there.
         """
+        return self._initialize(datapipe, self._options)
+
+    def _initialize(self, datapipe: DataPipe, options: Options) -> DataPipe:
+        self._graph = graph.structure(datapipe)
         source = _Source()
         split = graph.split(datapipe, source)
-        options = self._options
         if split.dispatching is not None and options.on_worker_loss == "drop":
             raise ValueError(
                 "on_worker_loss='drop' cannot be had with sharding_round_robin_dispatch, which deals to all shards or "
@@ -203,7 +220,9 @@ class RPCReadingService(ReadingServiceInterface):
             self.finalize()
             raise
         self._end_datapipe = split.end
-        return split.end
+        client.tracks_delivery = split.end is not source and graph.is_transparent(split.end, source)
+        self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
+        return self._end
 
     def _addresses(self) -> list[str]:
         workers = self._options.workers
@@ -223,11 +242,60 @@ class RPCReadingService(ReadingServiceInterface):
         self, seed_generator: SeedGenerator, iter_reset_fn: IterResetFn | None = None
     ) -> IterResetFn | None:
         """Draw the epoch's seeds and let every worker begin."""
-        client = self._initialized()
-        self._seeds.begin(seed_generator)
+        client, end = self._initialized()
+        state, self._restored = self._restored, None
+        again = state is not None and self._seeds.begins_again(seed_generator, state.received, state.torch_before)
+        if state is None or (state.ended and not again):
+            self._seeds.begin(seed_generator)
+            self._epoch += 1
+        else:
+            self._seeds.begin_again(seed_generator, state.generator, state.received, state.torch_before)
         graph.seed_end(self._end_datapipe, seed_generator)
-        client.start_epoch(self._seeds.spawn(seed_generator, client.num_workers, iter_reset_fn))
+        seeds = self._seeds.spawn(seed_generator, client.num_workers, iter_reset_fn)
+        if state is None or state.ended or again:
+            end.begin(skip=0)
+            client.start_epoch(seeds)
+        else:
+            end.begin(state.skip)
+            client.start_epoch(seeds, state.consumed, state.turn)
         return None
+
+    # Checkpoint: called by DataLoader2.state_dict and by from_state.
+
+    def checkpoint(self) -> bytes:
+        """Where the training loop is, in under 2 KB; see ``checkpoint.State``."""
+        if self._client is None or self._end is None or self._epoch == 0:
+            return checkpoint.dump(self._restored) if self._restored else b""
+        consumed, turn, skip = self._end.position()
+        state = checkpoint.State(
+            num_workers=len(consumed),
+            graph=self._graph,
+            epoch=self._epoch,
+            ended=self._end.ended,
+            consumed=consumed,
+            turn=turn,
+            skip=skip,
+            received=self._seeds.received,
+            generator=self._seeds.start,
+            torch_before=self._seeds.torch_before,
+        )
+        return checkpoint.dump(state)
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """As ``initialize``; the first iterator then goes on where the state was saved, on these workers.
+
+        Raises:
+            CheckpointError: the state is not ours, is damaged, or belongs to another graph or ``num_workers``.
+        """
+        if not serialized_state:  # saved before the first iterator
+            return self.initialize(datapipe)
+        state = checkpoint.load(serialized_state)
+        checkpoint.check(state, self._options.num_workers, graph.structure(datapipe))
+        adapted = self._initialize(datapipe, replace(self._options, num_workers=state.num_workers))
+        self._restored, self._epoch = state, state.epoch
+        if state.ended:
+            self._seeds.leave(state.generator, self._end_datapipe, state.num_workers)
+        return adapted
 
     def finalize_iteration(self) -> None:
         """Nothing: the workers are on standby when the epoch is over, and stop when the next begins."""
@@ -238,29 +306,29 @@ class RPCReadingService(ReadingServiceInterface):
         if finalizer is not None:
             finalizer()
 
-    def _initialized(self) -> Client:
-        if self._client is None:
+    def _initialized(self) -> "tuple[Client, _End]":
+        if self._client is None or self._end is None:
             raise ClosedError("the reading service has not been initialized")
-        return self._client
+        return self._client, self._end
 
     # Pause, resume, limit: as DataLoader2Iterator asks for them.
 
     def _pause(self, pause_fn: PauseFn | None = None) -> PauseFn | None:
-        client = self._initialized()
+        client, _ = self._initialized()
         graph.pause(self._end_datapipe)
         client.pause(_pickled(pause_fn))
         return None
 
     def _resume(self, resume_fn: PauseFn | None = None) -> PauseFn | None:
-        client = self._initialized()
+        client, _ = self._initialized()
         client.resume(_pickled(resume_fn))
         graph.resume(self._end_datapipe)
         return None
 
     def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:
         if limit_fn is not None:
-            self._initialized().limit(None, _pickled(limit_fn))
-            limit_fn(self._end_datapipe, None)
+            self._initialized()[0].limit(num_batches, _pickled(limit_fn))
+            limit_fn(self._end_datapipe, num_batches)
         return None
 
 
@@ -271,6 +339,10 @@ class _Source(IterDataPipe[Any]):
     pin: Callable[[Any], Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        yield from self.batches()
+
+    def batches(self) -> Iterator[Any]:
+        """As ``iter``, without what torch wraps around that of every DataPipe."""
         client, pin = self.client, self.pin
         while True:
             try:
@@ -284,6 +356,49 @@ class _Source(IterDataPipe[Any]):
             "the number of batches is not known here: workers produce them until their shards end; count an epoch, or "
             "take len() of the DataPipe before it is given to DataLoader2"
         )
+
+
+class _End(IterDataPipe[Any]):
+    """The end of the graph in the training process: counts what the training loop gets.
+
+    Args:
+        datapipe: what stays in the training process
+        one_for_one: whether it passes the workers' batches on one for one; if not, a saved epoch can only go on by
+            running it again from its start, with the first elements suppressed
+    """
+
+    def __init__(self, datapipe: DataPipe, client: Client, one_for_one: bool) -> None:
+        self.datapipe = datapipe
+        self.ended = False
+        self._client = client
+        self._one_for_one = one_for_one
+        self._delivered = 0
+        self._skip = 0
+
+    def begin(self, skip: int) -> None:
+        """An epoch begins; so many elements at its start are suppressed."""
+        self.ended = False
+        self._delivered = 0
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        delivered = self._client.delivered if self._client.tracks_delivery else None
+        for element in self.datapipe.batches() if isinstance(self.datapipe, _Source) else self.datapipe:
+            if delivered is not None:
+                delivered()
+            self._delivered += 1
+            if self._delivered > self._skip:
+                yield element
+        self.ended = True
+
+    def position(self) -> tuple[list[int], int, int]:
+        """Batches consumed per shard, whose turn it is, and elements to suppress."""
+        if self._one_for_one:
+            return *self._client.position(), 0
+        return [0] * self._client.num_workers, 0, max(self._delivered, self._skip)
+
+    def __len__(self) -> int:
+        return len(self.datapipe)
 
 
 def _shut_down(client: Client, daemons: LocalDaemons | None) -> None:
