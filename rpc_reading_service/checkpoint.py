@@ -64,8 +64,8 @@ def load(data: bytes) -> State:
     if version != bytes([VERSION]):
         found = version[0] if version else "none"
         raise CheckpointError(
-            f"the reading service's state has version {found}, this package reads version {VERSION}: restore it with the "
-            "version of rpc-reading-service that saved it"
+            f"the reading service's state has version {found}, this package reads version {VERSION}: restore it with "
+            "the version of rpc-reading-service that saved it"
         )
     try:
         if zlib.crc32(body).to_bytes(4, "big") != checksum:

@@ -37,6 +37,12 @@ def _port_range(_context: click.Context, _option: click.Parameter, value: str | 
     help="Ports for the workers' batches.  [default: any free ones]",
 )
 @click.option(
+    "--grace",
+    default=0.0,
+    type=click.FloatRange(min=0),
+    help="Seconds that sessions have after SIGTERM to finish their epoch or move on; a second one ends them.",
+)
+@click.option(
     "--log-level",
     default="warning",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
@@ -51,6 +57,7 @@ def main(
     port: int,
     slots: int | None,
     data_ports: range | None,
+    grace: float,
     log_level: str,
     lifeline: int | None,
 ) -> None:
@@ -64,7 +71,7 @@ def main(
     slots = slots or len(os.sched_getaffinity(0))
     if data_ports is not None and len(data_ports) < slots:
         raise click.UsageError(f"--data-ports has {len(data_ports)} ports, but {slots} slots need one each")
-    options = DaemonOptions(host, port, slots, data_ports or (0,))
+    options = DaemonOptions(host, port, slots, grace, data_ports or (0,))
     sys.exit(serve(options, socket.socket(fileno=lifeline) if lifeline is not None else None))
 
 

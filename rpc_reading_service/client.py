@@ -50,6 +50,10 @@ WARN_AFTER_S = 30.0
 CLOSE_S = 5.0
 """How long ``close`` waits for the daemons to confirm that the workers are gone."""
 
+DATA_SILENCE_S = 5.0
+"""A worker that is waited for and sends nothing for so long is asked how far it is; one that then has sent what does
+not arrive for as long again has lost its data channel."""
+
 STACK_S = 2.0
 """How long a wait that is about to complain waits for the worker's stack."""
 
@@ -81,6 +85,9 @@ class Client:
         self._undelivered: deque[int] = deque()
         self.tracks_delivery = False
         self._stacks: dict[int, Stack] = {}
+        self._heard: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
+        self._overdue: dict[int, tuple[int, float]] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._last_arrival = 0.0
@@ -139,6 +146,7 @@ class Client:
             consumed: per shard, batches that were consumed before, and are not produced again
             turn: the shard whose turn it is
         """
+        self._check_process()
         with self._changed:
             self._check_usable()
             now = time.monotonic()
@@ -148,6 +156,7 @@ class Client:
             self._undelivered.clear()
             self._session.begin_shards(now)
             self._last_arrival = now
+            self._heard = dict.fromkeys(range(self._merge.num_workers), now)
             self._changed.notify_all()
         self._waker.wake()
 
@@ -164,6 +173,7 @@ class Client:
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
+        self._check_process()
         with self._changed:
             self._check_usable()
             item = self._merge.next()
@@ -184,7 +194,7 @@ class Client:
         raise codec.decode_error(entry.payload, self._where(worker))
 
     def delivered(self) -> None:
-        """A batch has come out at the end of the graph; with ``tracks_delivery``, whoever is in between counts nothing."""
+        """With ``tracks_delivery``: a batch has come out at the end of the graph."""
         with self._changed:
             self._undelivered.popleft()
 
@@ -208,10 +218,23 @@ class Client:
             if self._session.epoch != epoch:
                 raise RPCReadingError("the next epoch was started while a batch of this one was waited for")
             self._found = self._merge.next()
+            if self._found is Signal.PENDING:
+                self._ask_the_silent()
             return self._found is not Signal.PENDING
 
         self._wait(arrived, None, self._waiting_for_batch)
         return self._found
+
+    def _ask_the_silent(self) -> None:
+        """Is it busy, or does what it sends not arrive?"""
+        now = time.monotonic()
+        for worker in self._merge.awaited:
+            latest = max(self._heard.get(worker, now), self._asked.get(worker, 0.0))
+            known = self._session.workers[worker]
+            if now - latest > DATA_SILENCE_S and known.state is protocol.WorkerState.RUNNING:
+                self._asked[worker] = now
+                self._session.tell(known.address, AskStack(self._options.session, worker, known.attempt))
+                self._waker.wake()
 
     def _report_consumption(self) -> None:
         """Whoever is waited for must know of all the room that it has."""
@@ -243,6 +266,7 @@ class Client:
     def _request(
         self, kind: type[Pause | Resume | Limit], function: bytes, dispatching: bool, *more: int | None
     ) -> None:
+        self._check_process()
         with self._changed:
             self._check_usable()
             request = self._session.request(kind, function, dispatching, time.monotonic(), *more)
@@ -312,12 +336,15 @@ class Client:
             self._changed.wait(deadline.remaining())
         return name()
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
+        """Before the lock is taken: a fork may have copied it while it was held."""
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"this session belongs to process {self._pid}, of which this one ({os.getpid()}) is a fork; create a "
                 "DataLoader2 in the process that reads it"
             )
+
+    def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError(FINALIZED)
         self._raise_error()
@@ -365,15 +392,32 @@ class Client:
             self._error = error
         self._changed.notify_all()
 
-    def arrived(self) -> None:
+    def arrived(self, worker: int) -> None:
         """Something came from a worker."""
-        self._last_arrival = time.monotonic()
+        self._last_arrival = self._heard[worker] = time.monotonic()
+        self._overdue.pop(worker, None)
         self._changed.notify_all()
 
     def stack(self, stack: Stack) -> None:
-        """A worker said what it is doing."""
+        """A worker said what it is doing, and how far it is."""
         self._stacks[stack.worker] = stack
         self._changed.notify_all()
+        if self._session.is_running(stack.worker, stack.attempt, stack.epoch):
+            self._compare(stack)
+
+    def _compare(self, stack: Stack) -> None:
+        """What a worker has sent with what has arrived."""
+        now, received = time.monotonic(), self._merge.received[stack.worker]
+        if stack.produced <= received:
+            self._overdue.pop(stack.worker, None)
+            return
+        noted, since = self._overdue.setdefault(stack.worker, (received, now))
+        if noted == received and now - max(since, self._heard.get(stack.worker, now)) > DATA_SILENCE_S:
+            reason = (
+                f"is cut off: {stack.produced - received} of its batches have not arrived for {now - since:.0f} s, "
+                "though its daemon answers"
+            )
+            self._session.break_off(stack.worker, stack.attempt, reason, now)
 
 
 class _IOThread:
@@ -462,7 +506,7 @@ class _IOThread:
             case protocol.Drop():
                 self._client.merge.end(action.worker)
                 logger.warning("going on without the rest of shard %d: %s", action.worker, action.reason)
-                self._client.arrived()
+                self._client.arrived(action.worker)
             case protocol.Fail():
                 self._client.fail(action.error)
             case protocol.FailRemotely():
@@ -536,7 +580,7 @@ class _IOThread:
             if session.is_starting(header.worker, header.attempt):
                 merge.restart(header.worker, header.attempt)
                 session.data_opened(header.worker, now)
-                client.arrived()
+                client.arrived(header.worker)
             return
         elif not merge.accepts(header):
             return  # the next epoch was started while it was received
@@ -548,7 +592,7 @@ class _IOThread:
             session.shard_ended(header.worker, now)
         else:
             merge.add(header.worker, arrival.entries)
-        client.arrived()
+        client.arrived(header.worker)
 
 
 def remote_error(action: protocol.FailRemotely) -> BaseException:

@@ -23,6 +23,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import msgspec
+import psutil
 
 from rpc_reading_service import __version__, messages, protocol, transport
 from rpc_reading_service.messages import (
@@ -31,6 +32,7 @@ from rpc_reading_service.messages import (
     CloseSession,
     ConnectFeed,
     Credit,
+    Draining,
     FromClient,
     FromWorker,
     GraphChunk,
@@ -63,6 +65,9 @@ ASK_S = 1.0
 TERMINATE_S = 1.0
 """How long a worker has to end when asked, and then when terminated, before it is killed."""
 
+STOPPED_S = 5.0
+"""How long a worker may be stopped; one under a debugger is traced, which is another thing."""
+
 TICK_S = 1.0
 FAREWELL_S = 0.5
 
@@ -80,6 +85,7 @@ class DaemonOptions:
     host: str = "127.0.0.1"
     port: int = 5555
     slots: int = 1
+    grace: float = 0.0
     data_ports: Sequence[int] = (0,)
 
 
@@ -122,6 +128,8 @@ class WorkerProcess:
     kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
     kill_at: float = float("inf")
     failed: bool = False
+    look_at: float = 0.0
+    stopped_since: float | None = None
 
     def __str__(self) -> str:
         return f"worker {self.start.worker} (pid {self.process.pid})"
@@ -184,6 +192,7 @@ class Daemon:
         self._sessions: dict[str, Session] = {}
         self._graphs: dict[str, StoredGraph] = {}
         self._stopping: str | None = None
+        self._drain_until = float("inf")
         self._forkserver = multiprocessing.get_context("forkserver")
         self._context = transport.Context()
         self._poller = transport.Poller()
@@ -228,13 +237,23 @@ class Daemon:
         self._context.close()
         self._waker.close()
 
+    def drain(self, reason: str) -> None:
+        """Take no more sessions, let those that there are finish their epoch or move on, and then stop."""
+        if self._stopping is not None or self.options.grace == 0 or not self._sessions:
+            return self.stop(reason)
+        logger.info("draining: %s", reason)
+        self._stopping = reason
+        self._drain_until = time.monotonic() + self.options.grace
+        for session in self._sessions.values():
+            self._send(session.identity, Draining(session.session, reason, self.options.grace))
+
     def stop(self, reason: str) -> None:
         """End every session, then the daemon."""
-        if self._stopping is None:
-            logger.info("stopping: %s", reason)
-            self._stopping = reason
-            for session in list(self._sessions.values()):
-                self._end(session, reason)
+        logger.info("stopping: %s", reason)
+        self._stopping = reason
+        self._drain_until = float("inf")
+        for session in list(self._sessions.values()):
+            self._end(session, reason)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -251,13 +270,17 @@ class Daemon:
     def _step(self) -> None:
         ready = self._poller.wait(self._patience())
         for number in self._waker.clear():
-            if number:
+            if number == signal.SIGTERM:
+                self.drain("the daemon got SIGTERM")
+            elif number:
                 self.stop(f"the daemon got {signal.Signals(number).name}")
         if self._lifeline is not None and self._lifeline.fileno() in ready:
             self.stop("the process that started the daemon is gone")
             self._poller.forget(self._lifeline)
             self._lifeline = None
         now = time.monotonic()
+        if now > self._drain_until:
+            self.stop(f"{self._stopping}, and its grace of {self.options.grace:g} s is over")
         for connection in self._router.dropped():
             self._dropped(connection, now)
         for identity, connection, frames in self._router.receive_all():
@@ -411,6 +434,7 @@ class Daemon:
         for key, worker in list(session.workers.items()):
             self._relay_up(session, worker)
             worker.press(now)
+            self._check_stopped(session, worker, now)
             if worker.process.exitcode is not None:
                 self._relay_up(session, worker)
                 del session.workers[key]
@@ -419,6 +443,21 @@ class Daemon:
             self._end(session, "the client is gone")
         if session.ending is not None and not session.workers:
             self._close_session(session)
+
+    def _check_stopped(self, session: Session, worker: WorkerProcess, now: float) -> None:
+        """A stopped process answers nobody, and its daemon's word is all that a client has: end it."""
+        if now < worker.look_at or worker.kill_steps is not None:
+            return
+        worker.look_at = now + TICK_S
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(worker.process.pid).status() != psutil.STATUS_STOPPED:
+                worker.stopped_since = None
+            elif worker.stopped_since is None:
+                worker.stopped_since = now
+            elif now - worker.stopped_since >= STOPPED_S:
+                worker.kill_steps = iter([])
+                worker.kill_at = now
+                self._exited(session, worker.start, f"was stopped (SIGSTOP) for {STOPPED_S:g} s, and then ended")
 
     def _reap(self, session: Session, worker: WorkerProcess) -> None:
         self._poller.forget(worker.channel.raw)

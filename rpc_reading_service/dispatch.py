@@ -45,12 +45,17 @@ class Feed:
         self._changed = threading.Condition()
         self._merge = Merge(1)
         self._epoch = 0
+        self._reading = 0
         self._credit: Credit | None = None
         self._socket: transport.FeedDealer | None = None
         self._reader: StreamReader | None = None
         self._meter = protocol.CreditMeter(start.prefetch_bytes)
 
     # For the main thread, that is the graph.
+
+    def read(self, epoch: int) -> None:
+        """The graph begins this epoch; the I/O thread may know of a later one already."""
+        self._reading = epoch
 
     def elements(self) -> Iterator[Any]:
         """The elements of the running epoch.
@@ -59,7 +64,7 @@ class Feed:
             EpochAbandoned: see there
             Exception: what the dispatching worker's graph raised
         """
-        epoch = self._epoch
+        epoch = self._reading
         while True:
             item = self._take(epoch)
             if isinstance(item, Signal):

@@ -235,7 +235,7 @@ class Seeds:
         return not (torch.distributed.is_initialized() and _torch_fingerprint() == torch_before)
 
     def begin_again(self, generator: SeedGenerator, start: list[list[int]], received: str, torch_before: str) -> None:
-        """A saved epoch goes on: its seeds are drawn once more, whatever a reading service in front has drawn by now."""
+        """A saved epoch goes on: its seeds are drawn again, whatever a reading service in front has drawn by now."""
         if _torch_fingerprint() == torch_before:  # the process was seeded as the first one was: follow it
             torch.empty((), dtype=torch.int64).random_()
         generator.__setstate__(_from_numbers(start))

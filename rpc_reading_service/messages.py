@@ -145,6 +145,15 @@ class Heartbeat(SessionMessage, frozen=True):
     """Client to daemon, every ``protocol.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
 
 
+class Draining(SessionMessage, frozen=True):
+    """Daemon to client: it will end; run the session's shards elsewhere from the next epoch on, or sooner."""
+
+    reason: Text
+    """Why."""
+    grace: float
+    """Seconds until it ends whatever is still running."""
+
+
 class HeartbeatReply(SessionMessage, frozen=True):
     """The daemon's answer to a Heartbeat."""
 
@@ -268,6 +277,10 @@ class AskStack(WorkerMessage, frozen=True):
 class Stack(WorkerMessage, frozen=True):
     """Worker to client, from its I/O thread: what the main thread is doing."""
 
+    epoch: Count
+    """The epoch that it is at."""
+    produced: Count
+    """Batches of that epoch that it has sent, or is replaying up to: more than have arrived are under way, or lost."""
     busy_s: float
     """Seconds spent so far in the graph's current ``next``; 0 if it is not in one."""
     where: Text
@@ -296,6 +309,7 @@ FromDaemon: TypeAlias = (
     | SessionOpened
     | SessionClosed
     | HeartbeatReply
+    | Draining
     | WorkerReady
     | WorkerFailed
     | WorkerExited

@@ -36,6 +36,7 @@ from rpc_reading_service.messages import (
     ConnectFeed,
     Credit,
     Done,
+    Draining,
     FromDaemon,
     GraphChunk,
     Heartbeat,
@@ -66,6 +67,12 @@ HEARTBEAT_S = 2.0
 
 SILENCE_S = 10.0
 """A daemon that answers no heartbeat for so long is lost: within the 15 s that are promised, with room to act."""
+
+GREETING_S = 10.0
+"""How long a socket greets in vain before a fresh one does, with the name resolved anew."""
+
+START_WITHOUT_S = 3.0
+"""How long a session waits for daemons that do not answer if the others have slots enough."""
 
 DROPPED_S = 3.0
 """How long a daemon has to be heard again after its connection broke."""
@@ -365,6 +372,7 @@ class Link:
     state: LinkState = LinkState.GREETING
     heard: float = 0.0
     greeted: float = 0.0
+    fresh: float = 0.0
     beat: float = 0.0
     boot: str = ""
     host: str = ""
@@ -376,6 +384,7 @@ class Link:
     trouble: str = ""
     refused_at: float = float("-inf")
     dropped: float | None = None
+    draining: bool = False
 
     def __str__(self) -> str:
         held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
@@ -464,6 +473,7 @@ class ClientSession:
         """Greet every daemon."""
         self._started = now
         for link in self.links.values():
+            link.fresh = now
             self._greet(link, now)
 
     def _greet(self, link: Link, now: float) -> None:
@@ -486,17 +496,29 @@ class ClientSession:
             self._proceed(now)
 
     def _proceed(self, now: float) -> None:
-        """Take the next step of opening: hold slots once every daemon has answered, place the shards once all are held."""
-        if self.closed or any(link.state is LinkState.GREETING for link in self.links.values()):
+        """The next step of opening: hold slots once every daemon has answered, place the shards once all are held."""
+        if self.closed or self.workers:
+            return
+        silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+        if silent and not (now - self._started > START_WITHOUT_S and self._suffices()):
             return
         if self._wanted is None:
             self._wanted = self._shares()
+            for link in silent:
+                logger.warning("starting without %s, which does not answer; it is used once it does", link.address)
         for address, slots in self._wanted.items():
             link = self.links[address]
             if link.state is LinkState.GREETED and slots > 0:
                 self._open(link, slots, now)
         if all(self.links[address].held >= slots for address, slots in self._wanted.items()):
             self._place_all(now)
+
+    def _suffices(self) -> bool:
+        """Whether the daemons that have answered have slots for all that was asked for."""
+        if self.options.num_workers is None or self.options.pool is not None:
+            return False
+        free = sum(link.free for link in self.links.values() if link.state is not LinkState.GREETING)
+        return self._wanted is not None or free >= self.options.num_workers + self.options.dispatching
 
     def _shares(self) -> dict[str, int]:
         """Slots to hold on each daemon: all that are free, or ``num_workers`` dealt out one by one."""
@@ -540,7 +562,7 @@ class ClientSession:
             return
         link.state = LinkState.OPEN
         link.held = message.slots
-        link.has_graph = link.has_graph or message.has_graph
+        link.has_graph = message.has_graph  # a daemon that was restarted meanwhile has lost it
         if self.workers:
             self._place_vacant(now)
         else:
@@ -589,6 +611,8 @@ class ClientSession:
                 self._session_closed(link, message, now)
             case HeartbeatReply():
                 self._heartbeat(link, message, now)
+            case Draining():
+                self._drain(link, message, now)
             case Stack():
                 pass
             case _ if not self._is_current(message):
@@ -646,6 +670,13 @@ class ClientSession:
         worker = self.workers[worker_id]
         return worker.attempt == attempt and worker.state is _S.STARTING
 
+    def is_running(self, worker_id: int, attempt: int, epoch: int) -> bool:
+        """Whether this process is at the running epoch of its shard."""
+        if worker_id >= self.num_shards or epoch != self.epoch:
+            return False
+        worker = self.workers[worker_id]
+        return worker.attempt == attempt and worker.state is _S.RUNNING
+
     def data_opened(self, worker_id: int, now: float) -> None:
         """The first message came through the data channel of a starting worker: it works."""
         self._stand_by(self.workers[worker_id], now)
@@ -674,6 +705,7 @@ class ClientSession:
 
     def start_epoch(self, seeds: Sequence[bytes], now: float, epoch: int | None = None) -> int:
         """Every shard begins the next epoch with its own pickled seeds; returns the epoch's number."""
+        self._move_from_draining(range(len(self.workers)), now)
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._seeds = list(seeds)
         self._unfinished = set(range(self.num_shards))
@@ -699,6 +731,7 @@ class ClientSession:
         worker = self.workers[worker_id]
         if worker.state in (_S.RUNNING, _S.PAUSED):
             worker.change(_E.END, now)
+        self._move_from_draining([worker_id], now)
 
     def credit(self, worker_id: int, consumed: int) -> None:
         """Tell the worker how far the training loop is."""
@@ -811,11 +844,12 @@ class ClientSession:
             if other.state is not _S.VACANT:
                 used[other.address] += 1
         for link in self.links.values():
-            if link.state is LinkState.OPEN and used[link.address] < link.held:
+            if link.state is LinkState.OPEN and used[link.address] < link.held and not link.draining:
                 self._start(worker, link, now)
                 return True
         for link in self.links.values():
-            if link.state in (LinkState.OPEN, LinkState.GREETED) and now - link.refused_at > HELLO_S:
+            is_there = link.state in (LinkState.OPEN, LinkState.GREETED) and not link.draining
+            if is_there and now - link.refused_at > HELLO_S:
                 self._open(link, used[link.address] + 1, now)
                 return False
         return False
@@ -823,7 +857,7 @@ class ClientSession:
     def _lose_link(self, link: Link, reason: str, now: float) -> None:
         logger.warning("%s %s", link.address, reason)
         link.state, link.held, link.has_graph, link.trouble = LinkState.GREETING, 0, False, reason
-        link.dropped = None
+        link.dropped, link.draining = None, False
         self._actions.append(Reconnect(link.address))
         for worker in self.workers:
             if worker.address == link.address:
@@ -836,6 +870,33 @@ class ClientSession:
             link.dropped = now
             link.beat = now
             self._send(link, Heartbeat(self.options.session))
+
+    def _drain(self, link: Link, message: Draining, now: float) -> None:
+        logger.warning("%s is ending within %g s: %s", link.address, message.grace, message.reason)
+        link.draining, link.trouble = True, message.reason
+        self._move_from_draining([w.worker for w in self.workers if w.state is _S.STANDBY], now)
+
+    def _move_from_draining(self, workers: Iterable[int], now: float) -> None:
+        """Shards with nothing to lose move on from a daemon that is ending; the others finish their epoch there."""
+        moving = [self.workers[w] for w in workers if w < len(self.workers) and self.workers[w].address]
+        moving = [w for w in moving if self.links[w.address].draining and w.state not in (_S.VACANT, _S.CLOSED)]
+        if not moving or self.options.dispatching or not self._has_room(len(moving)):
+            return
+        for worker in moving:
+            self._send(self.links[worker.address], StopWorker(self.options.session, worker.worker, worker.attempt))
+            worker.last_loss = f"{worker} moves on: its daemon is ending"
+            self._vacate(worker, now)
+        self._place_vacant(now)
+        for link in self.links.values():
+            if link.draining and link.held and not any(w.address == link.address for w in self.workers):
+                link.state, link.held = LinkState.GREETED, 0
+                self._send(link, CloseSession(self.options.session))
+
+    def _has_room(self, workers: int) -> bool:
+        """Whether so many more workers seem to fit on daemons that are not ending."""
+        staying = [link for link in self.links.values() if not link.draining and link.state is not LinkState.GREETING]
+        used = sum(not self.links[w.address].draining for w in self.workers if w.state is not _S.VACANT)
+        return sum(max(link.held, link.free) for link in staying) - used >= workers
 
     def _session_closed(self, link: Link, message: SessionClosed, now: float) -> None:
         if message.session != self.options.session:
@@ -861,6 +922,9 @@ class ClientSession:
                 self._lose_link(link, "closed the connection and does not answer: it has died, or was restarted", now)
             elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.heard > SILENCE_S:
                 self._lose_link(link, f"has been silent for {now - link.heard:.0f} s", now)
+            if link.state is LinkState.GREETING and now - link.fresh >= GREETING_S:
+                link.fresh = now
+                self._actions.append(Reconnect(link.address))
             if link.state is LinkState.GREETING and now - link.greeted >= HELLO_S:
                 self._greet(link, now)
             elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.beat >= HEARTBEAT_S:
@@ -870,8 +934,9 @@ class ClientSession:
 
     def _check_deadlines(self, now: float) -> None:
         if not self.workers:
+            self._guard(self._proceed, now)
             silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
-            if silent and now - self._started >= self.options.connect_timeout:
+            if silent and not self.workers and now - self._started >= self.options.connect_timeout:
                 self._actions.append(FailToConnect([link.address for link in silent]))
             return
         self._place_vacant(now)

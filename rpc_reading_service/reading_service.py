@@ -13,9 +13,9 @@ from typing import Any
 import cloudpickle
 import psutil
 import torch
-from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
 from torchdata.dataloader2.graph import DataPipe
 from torchdata.dataloader2.random import SeedGenerator
+from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
 from torchdata.datapipes.iter import IterDataPipe
 from torchdata.datapipes.utils import pin_memory_fn
 
@@ -145,16 +145,16 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             workers=_check_workers(workers),
             num_workers=_at_least(1, "num_workers", num_workers, optional=True),
             worker_prefetch_cnt=_at_least(1, "worker_prefetch_cnt", worker_prefetch_cnt),
-            in_order=bool(in_order),
+            in_order=_flag("in_order", in_order),
             on_worker_loss=_one_of(("recover", "raise", "drop"), "on_worker_loss", on_worker_loss),
             timeout=_seconds("timeout", timeout, optional=True),
             connect_timeout=_seconds("connect_timeout", connect_timeout),
-            pin_memory=bool(pin_memory),
+            pin_memory=_flag("pin_memory", pin_memory),
             worker_init_fn=_callable("worker_init_fn", worker_init_fn),
             worker_reset_fn=_callable("worker_reset_fn", worker_reset_fn),
             pickle_by_value=_check_modules(pickle_by_value),
             prefetch_bytes=_at_least(1, "prefetch_bytes", prefetch_bytes, optional=True),
-            share_workers=bool(share_workers),
+            share_workers=_flag("share_workers", share_workers),
         )
         self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
         self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
@@ -457,8 +457,11 @@ def _parse_addresses(addresses: Sequence[str], name: str) -> list[str]:
 
 
 def _check_modules(modules: Sequence[str | ModuleType]) -> tuple[str, ...]:
-    if isinstance(modules, str | ModuleType):
-        raise TypeError(f"pickle_by_value must be a sequence of modules or their names, such as ({modules!r},)")
+    if isinstance(modules, str | ModuleType) or not isinstance(modules, Sequence):
+        raise TypeError(f"pickle_by_value must be a sequence of modules or their names, not {modules!r}")
+    for module in modules:
+        if not isinstance(module, str | ModuleType):
+            raise TypeError(f"pickle_by_value must name modules, not {module!r}")
     return tuple(module if isinstance(module, str) else module.__name__ for module in modules)
 
 
@@ -485,6 +488,12 @@ def _seconds(name: str, value: float | None, optional: bool = False) -> Any:
 def _one_of(choices: Sequence[str], name: str, value: str) -> str:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+    return value
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {value!r}")
     return value
 
 

@@ -163,6 +163,11 @@ class Runner:
         self.state = protocol.advance(self.state, event)
         logger.debug("= worker %d is %s", self._start.worker, self.state.value)
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, and batches of it produced; read by the I/O thread."""
+        return self._epoch, self._seq
+
     def run(self) -> None:
         """Serve until told to stop."""
         while True:
@@ -204,6 +209,7 @@ class Runner:
         self._epoch, self._seq, self._skip = message.epoch, message.skip, message.skip
         # The old iterator ends first: a thread of its own would go on drawing from the generators seeded next.
         self._iterator = None
+        self._feed.read(message.epoch)
         try:
             self._iterator = self._shard.begin(seeds)
         except BaseException as error:  # as above
@@ -399,9 +405,11 @@ class IOThread:
     # What the main thread is doing.
 
     def _stack(self, message: AskStack) -> Stack:
-        since = self.runner.busy_since if self.runner else None
+        runner = self.runner
+        since = runner.busy_since if runner else None
         busy = 0.0 if since is None else time.monotonic() - since
-        return Stack(message.session, message.worker, message.attempt, busy, self._where())
+        epoch, produced = runner.position if runner else (0, 0)
+        return Stack(message.session, message.worker, message.attempt, epoch, produced, busy, self._where())
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._main_thread or 0)
