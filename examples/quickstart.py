@@ -52,9 +52,9 @@ CROP = 96  # pixels a side
 CROPS_PER_TILE = 4
 SHUFFLED_CROPS = 128
 BATCH_SIZE = 32
-PASSES_PER_EPOCH = 8
+PASSES_PER_EPOCH = 8  # over the tiles, so that an epoch is worth its start
 IMAGES_PER_EPOCH = PASSES_PER_EPOCH * len(PHOTOGRAPHS) * GRID * (GRID - 1) * CROPS_PER_TILE
-COMPARED_EPOCHS = 3
+COMPARED_EPOCHS = 2
 LOCAL_WORKERS = 2
 REQUIRED_ACCURACY = 0.9
 
@@ -264,10 +264,8 @@ def parse_arguments() -> argparse.Namespace:
         "--workers", metavar="HOST:PORT,...", help=f"running daemons (default: starts {LOCAL_WORKERS} workers here)"
     )
     parser.add_argument("--data", type=Path, help="where to write the tar files (default: a temporary folder)")
-    parser.add_argument("--epochs", type=int, default=8, help="default: %(default)s")
-    parser.add_argument(
-        "--short", dest="epochs", action="store_const", const=4, help="half the epochs: enough to see that it works"
-    )
+    parser.add_argument("--epochs", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--short", dest="epochs", action="store_const", const=6, help="half as many epochs")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     return parser.parse_args()
 
