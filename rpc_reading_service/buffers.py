@@ -5,6 +5,8 @@ has. A worker therefore tells malloc to keep what is freed.
 """
 
 import ctypes
+import mmap
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +45,44 @@ def snapshot(buffer: memoryview) -> memoryview:
     copy = allocate(buffer.nbytes)
     np.frombuffer(copy, dtype=np.uint8)[:] = np.frombuffer(buffer, dtype=np.uint8)
     return copy
+
+
+class Logbook:
+    """What a worker is at, where its daemon can read it even after its death: a page that both map.
+
+    Args:
+        fd: of ``create``
+    """
+
+    _IDLE = -1
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, mmap.PAGESIZE)
+        self._batch = memoryview(self._page)[:8].cast("q")
+
+    @staticmethod
+    def create() -> int:
+        """A file descriptor of anonymous memory for one logbook."""
+        fd = os.memfd_create("rpc-reading-logbook")
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return fd
+
+    def at(self, batch: int) -> None:
+        """The graph is asked for this batch."""
+        self._batch[0] = batch
+
+    def idle(self) -> None:
+        """The graph is not asked for anything that would count."""
+        self._batch[0] = self._IDLE
+
+    def read(self) -> int | None:
+        """The batch that the worker is in the middle of."""
+        batch = self._batch[0]
+        return None if batch == self._IDLE else batch
+
+    def close(self) -> None:
+        self._batch.release()
+        self._page.close()
 
 
 class Assembly:

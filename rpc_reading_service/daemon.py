@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from rpc_reading_service import __version__, messages, protocol, transport
+from rpc_reading_service import __version__, buffers, messages, protocol, transport
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     AskStack,
@@ -125,6 +125,7 @@ class WorkerProcess:
     start: StartWorker
     process: BaseProcess
     channel: transport.Channel
+    logbook: buffers.Logbook
     kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
     kill_at: float = float("inf")
     failed: bool = False
@@ -402,14 +403,16 @@ class Daemon:
         if len(session.workers) >= session.slots:
             return self._exited(session, message, f"was not started: {session.slots} workers run already")
         ours, theirs = multiprocessing.Pipe()
+        logbook_fd = buffers.Logbook.create()
         process = self._forkserver.Process(
             target=_worker,
-            args=(theirs, DupFd(graph.fd), message, self.options.host, self.options.data_ports),
+            args=(theirs, DupFd(graph.fd), DupFd(logbook_fd), message, self.options.host, self.options.data_ports),
             name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
         )
         process.start()
         theirs.close()
-        worker = WorkerProcess(message, process, transport.Channel(ours))
+        worker = WorkerProcess(message, process, transport.Channel(ours), buffers.Logbook(logbook_fd))
+        os.close(logbook_fd)
         session.workers[message.worker, message.attempt] = worker
         self._poller.watch(worker.channel.raw)
         self._poller.watch(process.sentinel)
@@ -463,6 +466,8 @@ class Daemon:
         self._poller.forget(worker.channel.raw)
         self._poller.forget(worker.process.sentinel)
         worker.channel.close()
+        batch = worker.logbook.read()
+        worker.logbook.close()
         reason = describe_exit(worker.process.exitcode or 0)
         worker.process.close()
         asked = worker.kill_steps is not None
@@ -470,10 +475,10 @@ class Daemon:
             logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason
         )
         if not asked and not worker.failed:
-            self._exited(session, worker.start, reason)
+            self._exited(session, worker.start, reason, batch)
 
-    def _exited(self, session: Session, start: StartWorker, reason: str) -> None:
-        self._send(session.identity, WorkerExited(session.session, start.worker, start.attempt, reason))
+    def _exited(self, session: Session, start: StartWorker, reason: str, batch: int | None = None) -> None:
+        self._send(session.identity, WorkerExited(session.session, start.worker, start.attempt, reason, batch))
 
     # The end of a session.
 

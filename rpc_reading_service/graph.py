@@ -8,13 +8,16 @@ What a worker does to its part is what torchdata's own worker does, in the same 
 """
 
 import hashlib
+import io
 import pickle
+import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
-from typing import Any, TypeAlias
+from types import CodeType, ModuleType
+from typing import Any, ClassVar, TypeAlias
 
 import cloudpickle
 import torch
@@ -144,15 +147,36 @@ def dump(
     """
     with _by_value(pickle_by_value):
         try:
-            data = cloudpickle.dumps((split_.branch, split_.dispatching, init_fn, reset_fn), protocol=5)
+            data = _pickle((split_.branch, split_.dispatching, init_fn, reset_fn))
         except Exception as error:  # a pickled object's own methods may raise anything
             raise GraphPickleError(_what_cannot_be_pickled(split_, init_fn, reset_fn, error)) from error
     return Payload(data, hashlib.sha256(data).hexdigest(), split_.dispatching is not None)
 
 
+def _pickle(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the file names of functions that travel by value, which cloudpickle replaces: tracebacks need them."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: lambda code: (_code, (cloudpickle.Pickler.dispatch_table[CodeType](code)[1], code.co_filename))},
+        cloudpickle.Pickler.dispatch_table,
+    )
+
+
+def _code(arguments: tuple[Any, ...], filename: str) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=filename)
+
+
 @contextmanager
 def _by_value(modules: Sequence[str | ModuleType]) -> Iterator[None]:
-    loaded = [import_module(module) if isinstance(module, str) else module for module in modules]
+    # In a process that multiprocessing has spawned, the training script has a second name.
+    names = [*modules, *({"__mp_main__"} & sys.modules.keys())]
+    loaded = [import_module(module) if isinstance(module, str) else module for module in names]
     registered = [module for module in loaded if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
@@ -166,12 +190,12 @@ def _by_value(modules: Sequence[str | ModuleType]) -> Iterator[None]:
 def _what_cannot_be_pickled(split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}"
     for name, function in (("worker_init_fn", init_fn), ("worker_reset_fn", reset_fn)):
-        if not _can_pickle(function):
-            return f"{name} {function!r} cannot be pickled, so it cannot be sent to the workers ({reason})"
+        if not can_pickle(function):
+            return unpicklable_function(name, function, error)
     for part in filter(None, (split_.branch, split_.dispatching)):
         for datapipe in list_dps(traverse_dps(part)):
             for name, value in vars(datapipe).items():
-                if not isinstance(value, IterDataPipe) and not _can_pickle(value):
+                if not isinstance(value, IterDataPipe) and not can_pickle(value):
                     return (
                         f"{type(datapipe).__name__}.{name} = {_brief(value)} cannot be pickled, so the graph cannot be "
                         f"sent to the workers ({reason}); create it in the worker, or leave it out in __getstate__"
@@ -179,7 +203,12 @@ def _what_cannot_be_pickled(split_: Split, init_fn: InitFn | None, reset_fn: Res
     return f"the graph that ends in {type(split_.branch).__name__} cannot be pickled, so it cannot be sent ({reason})"
 
 
-def _can_pickle(value: object) -> bool:
+def unpicklable_function(name: str, function: object, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    return f"{name} {function!r} cannot be pickled, so it cannot be sent to the workers ({reason})"
+
+
+def can_pickle(value: object) -> bool:
     try:
         cloudpickle.dumps(value)
     except Exception:  # as above: whatever it is, it is the answer

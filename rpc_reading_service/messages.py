@@ -209,6 +209,8 @@ class WorkerExited(WorkerMessage, frozen=True):
 
     reason: Text
     """What happened, in words: ``was killed by SIGKILL``, ``exited with code 3``."""
+    batch: Count | None
+    """The batch that it was in the middle of; None if it was waiting, or replaying."""
 
 
 class StartEpoch(WorkerMessage, frozen=True):

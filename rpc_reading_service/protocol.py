@@ -622,7 +622,7 @@ class ClientSession:
             case WorkerFailed():
                 self._failed(link, message, payload or b"")
             case WorkerExited():
-                self.lose(message.worker, message.attempt, message.reason, now)
+                self.lose(message.worker, message.attempt, message.reason, now, message.batch)
             case Done():
                 self._done(message, payload)
 
@@ -780,15 +780,19 @@ class ClientSession:
 
     # Losses.
 
-    def lose(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
-        """A worker process is gone, or cannot be relied on any more."""
+    def lose(self, worker_id: int, attempt: int, reason: str, now: float, batch: int | None = None) -> None:
+        """A worker process is gone, or cannot be relied on any more.
+
+        Args:
+            batch: that it was in the middle of
+        """
         worker = self.workers[worker_id]
         if worker.attempt != attempt or worker.state in (_S.VACANT, _S.CLOSED):
             return
         worker.last_loss = f"{worker} {reason}"
         logger.warning("%s", worker.last_loss)
         self._vacate(worker, now)
-        self._after_loss(worker, now)
+        self._after_loss(worker, batch, now)
 
     def break_off(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
         """The worker lives, but its stream is broken: end it, and count it as lost."""
@@ -797,23 +801,22 @@ class ClientSession:
             self._send(self.links[worker.address], StopWorker(self.options.session, worker_id, attempt))
             self.lose(worker_id, attempt, reason, now)
 
-    def _after_loss(self, worker: Worker, now: float) -> None:
+    def _after_loss(self, worker: Worker, batch: int | None, now: float) -> None:
         policy = self.options.on_worker_loss
         if policy == "raise":
             return self._fail(WorkerLostError(worker.last_loss))
         if policy == "drop" and worker.worker in self._unfinished:
             self._unfinished.discard(worker.worker)
             self._actions.append(Drop(worker.worker, worker.last_loss))
-        received = self._progress(worker.worker)[0]
-        place = (self.epoch, received)
-        worker.losses[place] = worker.losses.get(place, 0) + 1
-        if worker.losses[place] >= MAX_LOSSES:
-            return self._fail(
-                WorkerLostError(
-                    f"{worker.last_loss}, for the {MAX_LOSSES}rd time at batch {received} of its shard in epoch "
+        if batch is not None:
+            place = (self.epoch, batch)
+            worker.losses[place] = worker.losses.get(place, 0) + 1
+            if worker.losses[place] >= MAX_LOSSES:
+                text = (
+                    f"{worker.last_loss}, for the {MAX_LOSSES}rd time at batch {batch} of its shard in epoch "
                     f"{self.epoch}: that batch kills its worker"
                 )
-            )
+                return self._fail(WorkerLostError(text))
         if self.options.dispatching:
             self._restart_group(worker, now)
         self._place_vacant(now)
@@ -857,7 +860,7 @@ class ClientSession:
     def _lose_link(self, link: Link, reason: str, now: float) -> None:
         logger.warning("%s %s", link.address, reason)
         link.state, link.held, link.has_graph, link.trouble = LinkState.GREETING, 0, False, reason
-        link.dropped, link.draining = None, False
+        link.dropped, link.draining, link.fresh = None, False, now
         self._actions.append(Reconnect(link.address))
         for worker in self.workers:
             if worker.address == link.address:

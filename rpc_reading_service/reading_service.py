@@ -22,7 +22,7 @@ from torchdata.datapipes.utils import pin_memory_fn
 from rpc_reading_service import checkpoint, graph, transport
 from rpc_reading_service.client import Client
 from rpc_reading_service.daemon import versions
-from rpc_reading_service.errors import AddressError, ClosedError
+from rpc_reading_service.errors import AddressError, ClosedError, GraphPickleError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
 from rpc_reading_service.protocol import Pool, SessionOptions
@@ -181,7 +181,14 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         if self._client is not None:
             raise ClosedError("an initialized RPCReadingService cannot be pickled; pickle it before it is used")
         state = {name: value for name, value in vars(self).items() if name not in _INITIALIZED}
-        state["_options"] = cloudpickle.dumps(self._options)  # lambdas and local functions among them
+        try:
+            state["_options"] = cloudpickle.dumps(self._options)  # lambdas and local functions among them
+        except Exception as error:  # a pickled object's own methods may raise anything
+            for name in ("worker_init_fn", "worker_reset_fn"):
+                function = getattr(self._options, name)
+                if not graph.can_pickle(function):
+                    raise GraphPickleError(graph.unpicklable_function(name, function, error)) from error
+            raise
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

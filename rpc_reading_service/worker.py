@@ -142,9 +142,19 @@ class Runner:
         mailbox: where commands come from and parcels go
         reply: sends a control message back to the client
         start: which worker this is
+        feed: from the dispatching worker, if there is one
+        logbook: where the daemon can read what this worker was at when it died
     """
 
-    def __init__(self, shard: graph.Shard, mailbox: Any, reply: "Reply", start: StartWorker, feed: Feed) -> None:
+    def __init__(
+        self,
+        shard: graph.Shard,
+        mailbox: Any,
+        reply: "Reply",
+        start: StartWorker,
+        feed: Feed,
+        logbook: buffers.Logbook,
+    ) -> None:
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
         self._shard = shard
@@ -152,6 +162,7 @@ class Runner:
         self._reply = reply
         self._start = start
         self._feed = feed
+        self._logbook = logbook
         self._encoder = codec.Encoder()
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
@@ -219,6 +230,8 @@ class Runner:
         """One step of the graph: a batch, its end, or its exception."""
         assert self._iterator is not None
         self.busy_since = time.monotonic()
+        if not self._skip:
+            self._logbook.at(self._seq)
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -229,6 +242,7 @@ class Runner:
             self._deliver(batch)
         finally:
             self.busy_since = None
+            self._logbook.idle()
 
     def _deliver(self, batch: Any) -> None:
         if self._skip:
@@ -428,14 +442,21 @@ class IOThread:
 
 
 def main(
-    connection: "Connection[Any, Any]", graph_fd: Any, start: StartWorker, host: str, ports: Sequence[int]
+    connection: "Connection[Any, Any]",
+    graph_fd: Any,
+    logbook_fd: Any,
+    start: StartWorker,
+    host: str,
+    ports: Sequence[int],
 ) -> None:
     """Entry point of the process, called by multiprocessing's forkserver."""
     _become_worker(start)
     channel = transport.Channel(connection)
     reply = Reply(channel)
     try:
-        runner = _build(channel, reply, _map(graph_fd.detach()), start, host, ports)
+        logbook = buffers.Logbook(logbook_fd.detach())
+        logbook.idle()
+        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
         reply(failed, codec.encode_error(error))
@@ -444,7 +465,13 @@ def main(
 
 
 def _build(
-    channel: transport.Channel, reply: Reply, graph_data: Any, start: StartWorker, host: str, ports: Sequence[int]
+    channel: transport.Channel,
+    reply: Reply,
+    graph_data: Any,
+    logbook: buffers.Logbook,
+    start: StartWorker,
+    host: str,
+    ports: Sequence[int],
 ) -> Runner:
     context = transport.Context()
     waker = transport.Waker()
@@ -462,7 +489,7 @@ def _build(
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
-    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed)
+    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed, logbook)
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port))
     return io.runner
 

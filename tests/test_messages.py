@@ -57,7 +57,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.IntType(ge=ge, le=le):
             return st.integers(-(1 << 63) if ge is None else ge, (1 << 63) - 1 if le is None else le)
         case inspect.StrType(min_length=least, max_length=most, pattern=pattern):
-            return st.text("0123456789abcdef" if pattern else None, min_size=least or 0, max_size=min(most or 40, 64))
+            alphabet = "0123456789abcdef" if pattern else st.characters(codec="utf-8")
+            return st.text(alphabet, min_size=least or 0, max_size=min(most or 40, 64))
         case inspect.FloatType():
             return st.floats(allow_nan=False)
         case inspect.BoolType():
@@ -121,7 +122,7 @@ def bad_values(kind: inspect.Type) -> Iterator[tuple[Any, str]]:
             yield {"python": 3}, "Expected `str`, got `int`"
             yield [], "Expected `object`, got `array`"
         case inspect.ListType(item_type=item):
-            yield None, "Expected `array`, got `null`"
+            yield None, "Expected `array`"
             for value, words in bad_values(item):
                 yield [value], words
         case _:

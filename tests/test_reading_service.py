@@ -83,10 +83,6 @@ def double(x: int) -> int:
     return 2 * x
 
 
-def parity(x: int) -> int:
-    return x % 2
-
-
 def draw(x: int) -> tuple[int, float, float, float]:
     return x, random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -635,7 +631,8 @@ loader = DataLoader2(IterableWrapper(range(10**9)).map(lambda x: os.getpid()), r
 print(next(iter(loader)))
 """
     # Whoever is left behind would hold stderr open, so that this waits in vain.
-    process = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=60)
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, env=quiet)
     assert (process.returncode, process.stderr) == (0, b"")
     assert not psutil.pid_exists(int(process.stdout))
 
