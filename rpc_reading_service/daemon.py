@@ -400,8 +400,9 @@ class Daemon:
         graph = session.graph
         if graph is None or not graph.complete:
             return self._send(session.identity, Refused("graph", "the graph did not arrive whole"))
-        if len(session.workers) >= session.slots:
-            return self._exited(session, message, f"was not started: {session.slots} workers run already")
+        running = sum(worker.kill_steps is None for worker in session.workers.values())
+        if running >= session.slots:
+            return self._exited(session, message, f"was not started: {running} workers run already")
         ours, theirs = multiprocessing.Pipe()
         logbook_fd = buffers.Logbook.create()
         process = self._forkserver.Process(

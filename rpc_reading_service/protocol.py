@@ -87,6 +87,12 @@ HELLO_S = 1.0
 MAX_LOSSES = 3
 """So many losses of one shard at one batch mean that the batch kills its worker."""
 
+MAX_FAILED_STARTS = 5
+"""So many workers of one shard that die before they are ready mean that it cannot be started."""
+
+RESTART_S = 0.05
+"""How long a shard waits after a worker that died before it was ready; doubled each time."""
+
 SMALL_WINDOW_BYTES = 256 << 10
 """The window in bytes for small batches, so that they can travel together."""
 
@@ -403,6 +409,8 @@ class Worker:
     port: int = 0
     since: float = 0.0
     losses: dict[tuple[int, int], int] = field(default_factory=dict)
+    failed_starts: int = 0
+    not_before: float = 0.0
     last_loss: str = ""
 
     def __str__(self) -> str:
@@ -683,6 +691,7 @@ class ClientSession:
 
     def _stand_by(self, worker: Worker, now: float) -> None:
         worker.change(_E.READY, now)
+        worker.failed_starts = 0
         if not self.options.dispatching:
             if worker.worker in self._unfinished:
                 self._begin(worker, now)
@@ -791,6 +800,9 @@ class ClientSession:
             return
         worker.last_loss = f"{worker} {reason}"
         logger.warning("%s", worker.last_loss)
+        if worker.state is _S.STARTING:
+            worker.failed_starts += 1
+            worker.not_before = now + RESTART_S * 2**worker.failed_starts
         self._vacate(worker, now)
         self._after_loss(worker, batch, now)
 
@@ -808,6 +820,9 @@ class ClientSession:
         if policy == "drop" and worker.worker in self._unfinished:
             self._unfinished.discard(worker.worker)
             self._actions.append(Drop(worker.worker, worker.last_loss))
+        if worker.failed_starts >= MAX_FAILED_STARTS:
+            text = f"{worker.last_loss}, for the {MAX_FAILED_STARTS}th time in a row while it was being started"
+            return self._fail(WorkerLostError(text))
         if batch is not None:
             place = (self.epoch, batch)
             worker.losses[place] = worker.losses.get(place, 0) + 1
@@ -838,7 +853,7 @@ class ClientSession:
     def _place_vacant(self, now: float) -> None:
         """Find a slot for every shard without a worker: one that we hold, else one that a daemon has free."""
         for worker in self.workers:
-            if worker.state is _S.VACANT and not self._place(worker, now):
+            if worker.state is _S.VACANT and now >= worker.not_before and not self._place(worker, now):
                 return
 
     def _place(self, worker: Worker, now: float) -> bool:
