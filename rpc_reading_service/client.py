@@ -165,20 +165,20 @@ class Client:
         """Number of the running epoch; 0 before the first."""
         return self._session.epoch
 
-    def next(self) -> Any:
-        """The next batch.
+    def next(self, epoch: int) -> Any:
+        """The next batch of an epoch.
 
         Raises:
-            StopIteration: the epoch is over
+            StopIteration: the epoch is over, or another one has been started
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
         self._check_process()
         with self._changed:
             self._check_usable()
-            item = self._merge.next()
+            item = self._merge.next() if epoch == self._session.epoch else Signal.EXHAUSTED
             if item is Signal.PENDING:
-                item = self._wait_for_item()
+                item = self._wait_for_item(epoch)
             if isinstance(item, Signal):
                 raise StopIteration
             worker, entry = item
@@ -210,13 +210,13 @@ class Client:
         known = self._session.workers[worker]
         return f"in worker process {worker} on {known.address} (pid {known.pid})"
 
-    def _wait_for_item(self) -> Any:
-        epoch = self._session.epoch
+    def _wait_for_item(self, epoch: int) -> Any:
         self._report_consumption()
 
         def arrived() -> bool:
             if self._session.epoch != epoch:
-                raise RPCReadingError("the next epoch was started while a batch of this one was waited for")
+                self._found = Signal.EXHAUSTED
+                return True
             self._found = self._merge.next()
             if self._found is Signal.PENDING:
                 self._ask_the_silent()
@@ -488,7 +488,9 @@ class _IOThread:
                 frames: list[transport.Frame] = [messages.encode(action.message)]
                 if action.payload is not None:
                     frames.append(action.payload)
-                self._dealers[action.address].send(frames)
+                if not self._dealers[action.address].send(frames):
+                    self._forget(action.address)
+                    self._connect(action.address)
             case protocol.ConnectData():
                 endpoint = self._pull.connect(action.address, action.port)
                 self._endpoints[action.worker, action.attempt] = endpoint

@@ -592,6 +592,7 @@ class ClientSession:
         budget = max(1, options.prefetch_bytes // total)
         message = StartWorker(options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget)
         self._send(link, message)
+        self._leave_draining()
 
     def _send_graph(self, link: Link) -> None:
         if link.has_graph:
@@ -905,6 +906,9 @@ class ClientSession:
             worker.last_loss = f"{worker} moves on: its daemon is ending"
             self._vacate(worker, now)
         self._place_vacant(now)
+
+    def _leave_draining(self) -> None:
+        """A daemon that is ending need not wait for a session that has no shard there any more."""
         for link in self.links.values():
             if link.draining and link.held and not any(w.address == link.address for w in self.workers):
                 link.state, link.held = LinkState.GREETED, 0

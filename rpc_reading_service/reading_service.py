@@ -350,10 +350,10 @@ class _Source(IterDataPipe[Any]):
 
     def batches(self) -> Iterator[Any]:
         """As ``iter``, without what torch wraps around that of every DataPipe."""
-        client, pin = self.client, self.pin
+        client, pin, epoch = self.client, self.pin, self.client.epoch
         while True:
             try:
-                batch = client.next()
+                batch = client.next(epoch)
             except StopIteration:
                 return
             yield batch if pin is None else pin(batch)

@@ -215,8 +215,9 @@ class Dealer:
     def raw_monitor(self) -> Any:
         return self._monitor
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """False if nothing was sent: what listens there is no daemon, and libzmq has given it up for good."""
+        return _send(self._socket, frames)
 
     def receive_all(self) -> Iterator[list[bytes]]:
         yield from _drain(self._socket)
