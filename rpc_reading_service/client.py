@@ -27,7 +27,7 @@ from rpc_reading_service.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from rpc_reading_service.merge import Entry, Merge, Signal
+from rpc_reading_service.merge import Entry, Item, Merge, Signal
 from rpc_reading_service.messages import (
     AskStack,
     EndOfShard,
@@ -88,6 +88,7 @@ class Client:
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
         self._overdue: dict[int, tuple[int, float]] = {}
+        self._found: Item | Signal = Signal.PENDING
         self._error: BaseException | None = None
         self._closed = False
         self._last_arrival = 0.0

@@ -555,8 +555,9 @@ def test_every_element_reaches_its_worker_once_and_in_order(
     for _ in range(data.draw(st.integers(0, 25))):
         move(data.draw(st.sampled_from(kinds)), data.draw(st.integers(0, num_workers - 1)))
     begin()
-    while any([move(kind, worker) for kind in kinds for worker in range(num_workers)]):
-        pass
+    moved = [True]
+    while any(moved):
+        moved = [move(kind, worker) for kind in kinds for worker in range(num_workers)]
     assert got == [[f"2/{k}" for k in range(worker, length, num_workers)] for worker in range(num_workers)]
     assert all(feed._merge.exhausted for feed in feeds)
     assert [list(graph) for graph in graphs] == [[] for _ in feeds]

@@ -171,7 +171,7 @@ def play(data: st.DataObject, shards: list[Shard], merge: Merge) -> list[str]:
 
 
 @given(shards=shards_of_an_epoch(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_interleaving_merges_to_the_round_robin_order(shards: list[Shard], data: st.DataObject) -> None:
     turn = data.draw(st.integers(0, len(shards) - 1))
     merge = Merge(len(shards))
@@ -181,7 +181,7 @@ def test_every_interleaving_merges_to_the_round_robin_order(shards: list[Shard],
 
 
 @given(shards=shards_of_an_epoch(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_without_an_order_each_comes_once_and_each_shard_in_order(shards: list[Shard], data: st.DataObject) -> None:
     merge = Merge(len(shards), in_order=False)
     merge.begin_epoch(EPOCH, [shard.start for shard in shards])
@@ -198,7 +198,7 @@ def check_is_over(merge: Merge, shards: list[Shard]) -> None:
     assert merge.consumed == merge.received == [shard.length for shard in shards]
 
 
-# ---------------------------------------------------------------------------------------------------- every state, message
+# ---------------------------------------------------------------------------------------------------- every pair
 
 
 MESSAGES: dict[str, Callable[..., Data]] = {

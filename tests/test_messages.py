@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from rpc_reading_service import messages
 from rpc_reading_service.messages import (
     CHUNK_BYTES,
     CONTROL_BYTES,
@@ -222,7 +221,7 @@ def test_a_field_out_of_its_range_is_refused_by_place_and_limit(kind: type[Messa
 
 
 def test_an_identifier_does_not_end_in_a_newline() -> None:
-    frame = encode(Heartbeat("a" * 31 + "\n"))  # BUG P10 in /work/tmp/bugs.md: "$" matches before it
+    frame = encode(Heartbeat("a" * 31 + "\n"))
     with pytest.raises(msgspec.DecodeError, match="matching regex"):
         decode(frame, FromClient)
 
@@ -256,7 +255,7 @@ def test_text_that_is_not_utf_8_is_refused() -> None:
 def test_nesting_without_end_is_refused(nesting: bytes) -> None:
     frame = encode(Hello(1, {}, "a"))
     more = bytes([frame[0] + 1]) + frame[1:] + nesting * 100_000  # one element more than Hello has
-    with pytest.raises(msgspec.DecodeError):  # BUG P9 in /work/tmp/bugs.md: RecursionError
+    with pytest.raises(msgspec.DecodeError):
         decode(more, FromClient)
 
 

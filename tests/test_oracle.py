@@ -265,7 +265,7 @@ def pieces(draw_: st.DrawFn, rules: Rules, depth: int) -> Piece:
 def graphs(draw_: st.DrawFn) -> str:
     draws = draw_(st.booleans())
     code = draw_(pieces(Rules(draws=draws, prefetch=not draws), depth=2)).code
-    tails = ("{}", "{}", "{}.prefetch(3)", "StaysHere({})", "StaysHere({}).shuffle().batch(2)")
+    tails = ("{}", "{}", "{}.prefetch(3)", "StaysHere({}).prefetch(3)", "StaysHere({}).shuffle().batch(2)")
     return draw_(st.sampled_from(tails)).format(code)
 
 

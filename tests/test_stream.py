@@ -302,17 +302,16 @@ def test_a_buffer_larger_than_a_message_is_an_error_before_anything_is_allocated
     ids=["short", "second short", "second missing", "empty", "long", "absurd"],
 )
 def test_batches_whose_headers_are_not_the_body_are_an_error(sizes: list[list[int]], body: bytes) -> None:
-    # BUG P8 in /work/tmp/bugs.md: a cut header was delivered as a batch
     assert the_error([batches(*sizes), body]).startswith("worker 3: ")
 
 
 def test_a_batch_without_even_a_header_is_an_error() -> None:
-    assert the_error([batches([]), b"abc"]).startswith("worker 3: ")  # BUG P8 in /work/tmp/bugs.md: ValueError
+    assert the_error([batches([]), b"abc"]).startswith("worker 3: ")
 
 
 @pytest.mark.parametrize("size", [1 << 62, (1 << 63) - 1])
 def test_a_large_batch_larger_than_memory_is_an_error(size: int) -> None:
-    assert the_error(large(1, size)).startswith("worker 3: ")  # BUG P8 in /work/tmp/bugs.md: MemoryError
+    assert the_error(large(1, size)).startswith("worker 3: ")
 
 
 PIECE = "worker 3: a piece of a batch is missing, or has the wrong size"
