@@ -39,6 +39,20 @@ from rpc_reading_service.messages import (
     ShardError,
     Stack,
 )
+from rpc_reading_service.session import (
+    Action,
+    ClientSession,
+    ConnectData,
+    DisconnectData,
+    Drop,
+    Fail,
+    FailRemotely,
+    FailToConnect,
+    LinkState,
+    Reconnect,
+    Send,
+    SessionOptions,
+)
 from rpc_reading_service.stream import Arrival, StreamReader
 from rpc_reading_service.transport import Deadline
 
@@ -69,16 +83,16 @@ class Client:
 
     Args:
         addresses: of the daemons, checked
-        options: see ``protocol.SessionOptions``
+        options: see ``SessionOptions``
         in_order: see ``merge.Merge``
     """
 
-    def __init__(self, addresses: Sequence[str], options: protocol.SessionOptions, in_order: bool) -> None:
+    def __init__(self, addresses: Sequence[str], options: SessionOptions, in_order: bool) -> None:
         self._options = options
         self._in_order = in_order
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._session = protocol.ClientSession(addresses, options, self._progress)
+        self._session = ClientSession(addresses, options, self._progress)
         self._merge = Merge(0, in_order)
         self._meters: list[protocol.CreditMeter] = []
         self._reported: list[int] = []
@@ -121,7 +135,7 @@ class Client:
 
     def _opening(self) -> str:
         starting = [str(w) for w in self._session.workers if w.state is protocol.WorkerState.STARTING]
-        silent = [a for a, link in self._session.links.items() if link.state is protocol.LinkState.GREETING]
+        silent = [a for a, link in self._session.links.items() if link.state is LinkState.GREETING]
         return f"waiting for {', '.join(starting or silent or self._session.links)} to be ready"
 
     def workers_known(self, total: int) -> None:
@@ -375,7 +389,7 @@ class Client:
         return self._changed
 
     @property
-    def session(self) -> protocol.ClientSession:
+    def session(self) -> ClientSession:
         return self._session
 
     @property
@@ -483,38 +497,38 @@ class _IOThread:
 
     # Actions.
 
-    def _act(self, action: protocol.Action) -> None:
+    def _act(self, action: Action) -> None:
         match action:
-            case protocol.Send():
+            case Send():
                 frames: list[transport.Frame] = [messages.encode(action.message)]
                 if action.payload is not None:
                     frames.append(action.payload)
                 if not self._dealers[action.address].send(frames):
                     self._forget(action.address)
                     self._connect(action.address)
-            case protocol.ConnectData():
+            case ConnectData():
                 endpoint = self._pull.connect(action.address, action.port)
                 self._endpoints[action.worker, action.attempt] = endpoint
-            case protocol.DisconnectData():
+            case DisconnectData():
                 self._disconnect(action.worker, action.attempt)
-            case protocol.Reconnect():
+            case Reconnect():
                 self._forget(action.address)
                 self._connect(action.address)
             case _:
                 with self._client.lock:
                     self._conclude(action)
 
-    def _conclude(self, action: protocol.Action) -> None:
+    def _conclude(self, action: Action) -> None:
         match action:
-            case protocol.Drop():
+            case Drop():
                 self._client.merge.end(action.worker)
                 logger.warning("going on without the rest of shard %d: %s", action.worker, action.reason)
                 self._client.arrived(action.worker)
-            case protocol.Fail():
+            case Fail():
                 self._client.fail(action.error)
-            case protocol.FailRemotely():
+            case FailRemotely():
                 self._client.fail(remote_error(action))
-            case protocol.FailToConnect():
+            case FailToConnect():
                 reasons = [f"{address}: {transport.diagnose(address)}" for address in action.addresses]
                 text = f"no answer within connect_timeout={self._client._options.connect_timeout:g} s from "
                 self._client.fail(ConnectError(text + "; ".join(reasons)))
@@ -598,7 +612,7 @@ class _IOThread:
         client.arrived(header.worker)
 
 
-def remote_error(action: protocol.FailRemotely) -> BaseException:
+def remote_error(action: FailRemotely) -> BaseException:
     """The exception that user code raised while a worker was set up; a missing module comes with the remedy."""
     error = codec.decode_error(action.payload, action.where)
     if not action.missing:

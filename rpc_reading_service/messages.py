@@ -142,7 +142,7 @@ class SessionClosed(SessionMessage, frozen=True):
 
 
 class Heartbeat(SessionMessage, frozen=True):
-    """Client to daemon, every ``protocol.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
+    """Client to daemon, every ``session.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
 
 
 class Draining(SessionMessage, frozen=True):

@@ -25,7 +25,8 @@ from rpc_reading_service.daemon import versions
 from rpc_reading_service.errors import AddressError, ClosedError, GraphPickleError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
-from rpc_reading_service.protocol import Pool, SessionOptions
+from rpc_reading_service.pool import Pool
+from rpc_reading_service.session import SessionOptions
 
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 MAX_PREFETCH_BYTES = 2 << 30

@@ -40,7 +40,6 @@ from rpc_reading_service import (
     WorkerTimeoutError,
     graph,
     messages,
-    protocol,
     transport,
 )
 from rpc_reading_service.client import Client
@@ -281,7 +280,7 @@ def tcp_server(answer: bytes | None) -> Iterator[str]:
 # Versions.
 
 
-def options_for(address: str, **changes: Any) -> protocol.SessionOptions:
+def options_for(address: str, **changes: Any) -> SessionOptions:
     """Of a client that differs from this one."""
     split = graph.split(sharded(), IterableWrapper([]))
     options = RPCReadingService([address])._options.for_session(graph.dump(split, None, None))

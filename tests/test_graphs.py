@@ -6,6 +6,7 @@ Each runs on two one-worker daemons. Where the order over both shards matters, t
 import csv
 import io
 import os
+import sys
 import tarfile
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
@@ -100,8 +101,9 @@ def test_a_collate_function_of_ones_own_runs_on_the_workers(two_daemons: list[st
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is the only rank of a distributed training."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group replaces it for good
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         yield
@@ -457,7 +459,7 @@ class Labelled(NamedTuple):
     label: int
 
 
-Pair = namedtuple("Pair", ["image", "label"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["image", "label"])
 
 
 @dataclass(frozen=True)
@@ -471,15 +473,15 @@ class Make:
 
 
 @pytest.mark.parametrize("kind", [Example, Labelled, Pair])
-def test_an_element_comes_back_as_its_own_class(two_daemons: list[str], kind: type) -> None:
+def test_an_element_comes_back_as_its_own_class(two_daemons: list[str], kind: Any) -> None:
     elements = read(sharded(range(3)).map(Make(kind)), two_daemons)
     assert [type(each) for each in elements] == 3 * [kind]
     assert [(each.image.tolist(), each.label) for each in elements] == [([x, x], x) for x in range(3)]
 
 
 @pytest.mark.parametrize("kind", [Labelled, Pair])
-def test_namedtuples_are_collated_as_such(two_daemons: list[str], kind: type) -> None:
-    (first, second) = read(sharded(range(4)).map(Make(kind)).batch(2).collate(), two_daemons)
+def test_namedtuples_are_collated_as_such(two_daemons: list[str], kind: Any) -> None:
+    first, second = read(sharded(range(4)).map(Make(kind)).batch(2).collate(), two_daemons)
     assert type(first) is kind
     assert [first.label.tolist(), second.label.tolist()] == [[0, 2], [1, 3]]
     assert second.image.tolist() == [[1, 1], [3, 3]]

@@ -39,8 +39,7 @@ from torchdata.dataloader2.utils.dispatch import (
     find_non_dispatching_branches,
 )
 from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
-from torchdata.datapipes.iter import IterableWrapper, IterDataPipe, Prefetcher
-from torchdata.datapipes.map import SequenceWrapper
+from torchdata.datapipes.iter import IterDataPipe, Prefetcher
 
 from rpc_reading_service import RPCReadingService
 from rpc_reading_service.testing import local_workers
@@ -51,7 +50,7 @@ MPRS_LIMIT_S = 20.0
 MPRS_ATTEMPTS = 3
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("ORACLE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("ORACLE_EXAMPLES", "40")),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -60,7 +59,7 @@ EXAMPLES = settings(
 
 @pytest.fixture(scope="session")
 def daemons() -> Iterator[list[str]]:
-    """Two daemons with slots for every session of this file, which keep torchdata's advice about forks to themselves."""
+    """Two daemons with slots for every session of this file, which keep torchdata's advice on forks to themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONWARNINGS", "ignore")
         with local_workers(2, slots=8) as addresses:
@@ -145,7 +144,13 @@ class StaysHere(IterDataPipe[Any]):
 
 
 def build(code: str, files: list[str]) -> Any:
-    return eval(code, globals() | {"files": files, "MULTIPROCESSING": SHARDING_PRIORITIES.MULTIPROCESSING})
+    words = {
+        "IterableWrapper": IterableWrapper,
+        "SequenceWrapper": SequenceWrapper,
+        "MULTIPROCESSING": SHARDING_PRIORITIES.MULTIPROCESSING,
+        "files": files,
+    }
+    return eval(code, globals() | words)
 
 
 # Random graphs.
@@ -555,6 +560,7 @@ def multiprocessing_streams(
     process = context.Process(target=send_multiprocessing_streams, args=(theirs, code, files, num_workers, epochs))
     process.start()
     theirs.close()
+    assert process.pid is not None
     try:
         assert ours.recv() == "ready"
         return ours.recv() if ours.poll(MPRS_LIMIT_S) else None

@@ -1,0 +1,816 @@
+"""The client's end of a session as a state machine: messages and the clock go in, actions come out. No I/O.
+
+A link is the client's view of one daemon:
+
+    GREETING --Welcome--> GREETED --SessionOpened--> OPEN        any --silence, or it forgot us--> GREETING
+
+Workers change state by the table in ``protocol``.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from rpc_reading_service import protocol
+from rpc_reading_service.errors import (
+    ConnectError,
+    GraphError,
+    RPCReadingError,
+    SlotsError,
+    VersionError,
+    WorkerLostError,
+)
+from rpc_reading_service.messages import (
+    PROTOCOL_VERSION,
+    CloseSession,
+    ConnectFeed,
+    Credit,
+    Done,
+    Draining,
+    FromDaemon,
+    GraphChunk,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Limit,
+    Message,
+    OpenSession,
+    Pause,
+    Refused,
+    Resume,
+    SessionClosed,
+    SessionOpened,
+    Stack,
+    StartEpoch,
+    StartWorker,
+    StopWorker,
+    Welcome,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+from rpc_reading_service.pool import Pool, deal
+from rpc_reading_service.protocol import WorkerEvent, WorkerState, advance, compare_versions
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+"""How often the client tells each daemon that it is alive."""
+
+SILENCE_S = 10.0
+"""A daemon that answers no heartbeat for so long is lost: within the 15 s that are promised, with room to act."""
+
+GREETING_S = 10.0
+"""How long a socket greets in vain before a fresh one does, with the name resolved anew."""
+
+START_WITHOUT_S = 3.0
+"""How long a session waits for daemons that do not answer if the others have slots enough."""
+
+DROPPED_S = 3.0
+"""How long a daemon has to be heard again after its connection broke."""
+
+HELLO_S = 1.0
+"""How often a Hello is repeated to a daemon that does not answer."""
+
+MAX_LOSSES = 3
+"""So many losses of one shard at one batch mean that the batch kills its worker."""
+
+MAX_FAILED_STARTS = 5
+"""So many workers of one shard that die before they are ready mean that it cannot be started."""
+
+RESTART_S = 0.05
+"""How long a shard waits after a worker that died before it was ready; doubled each time."""
+
+_S, _E = WorkerState, WorkerEvent
+
+
+# What the client's driver has to do.
+
+
+class Send(NamedTuple):
+    """Send a control message."""
+
+    address: str
+    message: Message
+    payload: bytes | memoryview | None = None
+
+
+class ConnectData(NamedTuple):
+    """Connect to a worker's data channel."""
+
+    worker: int
+    attempt: int
+    address: str
+    port: int
+
+
+class DisconnectData(NamedTuple):
+    """The worker behind this data channel is gone."""
+
+    worker: int
+    attempt: int
+
+
+class Reconnect(NamedTuple):
+    """The daemon is lost: start over with a fresh socket, so that nothing stale is delivered."""
+
+    address: str
+
+
+class Drop(NamedTuple):
+    """Go on without the rest of this shard."""
+
+    worker: int
+    reason: str
+
+
+class Fail(NamedTuple):
+    """The session cannot go on."""
+
+    error: BaseException
+
+
+class FailRemotely(NamedTuple):
+    """User code failed while a worker was set up; the payload is its encoded exception."""
+
+    payload: bytes
+    where: str
+    address: str
+    missing: str
+
+
+class FailToConnect(NamedTuple):
+    """No answer from these daemons within ``connect_timeout``."""
+
+    addresses: list[str]
+
+
+Action: TypeAlias = Send | ConnectData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
+
+
+# The client's view.
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session needs to know, checked by ``reading_service``."""
+
+    session: str
+    client: str
+    versions: dict[str, str]
+    num_workers: int | None
+    prefetch_count: int
+    prefetch_bytes: int
+    on_worker_loss: str
+    timeout: float | None
+    connect_timeout: float
+    graph_digest: str
+    graph_chunks: Sequence[memoryview] = field(repr=False)
+    graph_bytes: int = 0
+    dispatching: bool = False
+    pool: Pool | None = None
+
+
+class LinkState(Enum):
+    """How far the client has got with one daemon."""
+
+    GREETING = "no answer yet"
+    GREETED = "answered"
+    OPENING = "asked for slots"
+    OPEN = "open"
+
+
+@dataclass
+class Link:
+    """One daemon, as the client sees it."""
+
+    address: str
+    state: LinkState = LinkState.GREETING
+    heard: float = 0.0
+    greeted: float = 0.0
+    fresh: float = 0.0
+    beat: float = 0.0
+    boot: str = ""
+    host: str = ""
+    slots: int = 0
+    free: int = 0
+    sessions: int = 0
+    held: int = 0
+    has_graph: bool = False
+    trouble: str = ""
+    refused_at: float = float("-inf")
+    dropped: float | None = None
+    draining: bool = False
+
+    def __str__(self) -> str:
+        held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
+        return f"{self.free} of {self.slots} slots free on {self.address}" + (f": {held}" if self.sessions else "")
+
+
+@dataclass
+class Worker:
+    """One shard and the process that runs it, as the client sees them."""
+
+    worker: int
+    state: WorkerState = WorkerState.VACANT
+    address: str = ""
+    attempt: int = -1
+    pid: int = 0
+    port: int = 0
+    since: float = 0.0
+    losses: dict[tuple[int, int], int] = field(default_factory=dict)
+    failed_starts: int = 0
+    not_before: float = 0.0
+    last_loss: str = ""
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} on {self.address}" + (f" (pid {self.pid})" if self.pid else "")
+
+    def change(self, event: WorkerEvent, now: float) -> None:
+        """The one place where the state changes."""
+        self.state = advance(self.state, event)
+        self.since = now
+        logger.debug("= %s is %s", self, self.state.value)
+
+
+class ClientSession:
+    """The client's end of a session: what was agreed with which daemon, and where each shard runs.
+
+    Args:
+        addresses: of the daemons, in the order given by the user
+        options: see ``SessionOptions``
+        progress: for a shard, batches received and batches consumed in the running epoch (``merge`` knows)
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], options: SessionOptions, progress: Callable[[int], tuple[int, int]]
+    ) -> None:
+        self.options = options
+        self.links = {address: Link(address) for address in addresses}
+        self.workers: list[Worker] = []
+        self.epoch = 0
+        self.closed = False
+        self.closed_at = 0.0
+        self._progress = progress
+        self._wanted: dict[str, int] | None = None
+        self._seeds: list[bytes] = []
+        self._unfinished: set[int] = set()
+        self._pending_requests: dict[int, set[int]] = {}
+        self._request_errors: dict[int, bytes] = {}
+        self._next_request = 0
+        self._started = 0.0
+        self._actions: list[Action] = []
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{worker.worker}: {worker.state.value}" for worker in self.workers)
+        return f"<ClientSession {self.options.session[:8]} epoch={self.epoch} workers=[{states}]>"
+
+    def take_actions(self) -> list[Action]:
+        """What the driver has to do now, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the session, not counting the dispatching worker; 0 while they are not known."""
+        return max(0, len(self.workers) - self.options.dispatching)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every worker is there; initialize is over."""
+        return bool(self.workers) and all(worker.state not in (_S.VACANT, _S.STARTING) for worker in self.workers)
+
+    @property
+    def over(self) -> bool:
+        """Whether every daemon has confirmed the end, or never knew of the session."""
+        return self.closed and not any(link.held for link in self.links.values())
+
+    # Open: greet every daemon, hold slots, place the shards.
+
+    def open(self, now: float) -> None:
+        """Greet every daemon."""
+        self._started = now
+        for link in self.links.values():
+            link.fresh = now
+            self._greet(link, now)
+
+    def _greet(self, link: Link, now: float) -> None:
+        link.greeted = now
+        self._send(link, Hello(PROTOCOL_VERSION, self.options.versions, self.options.client))
+
+    def _welcome(self, link: Link, message: Welcome, now: float) -> None:
+        if link.state is not LinkState.GREETING:
+            return
+        link.state = LinkState.GREETED
+        link.boot, link.host = message.boot, message.host
+        link.slots, link.free, link.sessions = message.slots, message.free, message.sessions
+        for name, text in compare_versions(self.options.versions, message.versions):
+            logger.warning("%s: %s differs: %s; results may differ too", link.address, name, text)
+        if self.workers:
+            # A daemon that was lost may still run what we gave up on: end that before we use it again.
+            self._send(link, CloseSession(self.options.session))
+            self._place_vacant(now)
+        else:
+            self._proceed(now)
+
+    def _proceed(self, now: float) -> None:
+        """The next step of opening: hold slots once every daemon has answered, place the shards once all are held."""
+        if self.closed or self.workers:
+            return
+        silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+        if silent and not (now - self._started > START_WITHOUT_S and self._suffices()):
+            return
+        if self._wanted is None:
+            self._wanted = self._shares()
+            for link in silent:
+                logger.warning("starting without %s, which does not answer; it is used once it does", link.address)
+        for address, slots in self._wanted.items():
+            link = self.links[address]
+            if link.state is LinkState.GREETED and slots > 0:
+                self._open(link, slots, now)
+        if all(self.links[address].held >= slots for address, slots in self._wanted.items()):
+            self._place_all(now)
+
+    def _suffices(self) -> bool:
+        """Whether the daemons that have answered have slots for all that was asked for."""
+        if self.options.num_workers is None or self.options.pool is not None:
+            return False
+        free = sum(link.free for link in self.links.values() if link.state is not LinkState.GREETING)
+        return self._wanted is not None or free >= self.options.num_workers + self.options.dispatching
+
+    def _shares(self) -> dict[str, int]:
+        """Slots to hold on each daemon: all that are free, or ``num_workers`` dealt out one by one."""
+        free = {address: link.free for address, link in self.links.items()}
+        extra = self.options.dispatching
+        if self.options.pool is not None:
+            slots = {address: link.slots for address, link in self.links.items()}
+            limits = self.options.pool.shares(slots, (self.options.num_workers or 1) + extra)
+            free = {address: min(count, limits[address]) for address, count in free.items()}
+        wanted = self.options.num_workers
+        if sum(free.values()) < (wanted or 1) + extra:
+            raise SlotsError(
+                f"num_workers={wanted}{self._for_dispatching()}, but only {sum(free.values())} slots are free for it: "
+                + "; ".join(str(link) for link in self.links.values())
+                + ". Ask for fewer workers, or start more daemons or more slots"
+            )
+        if wanted is None:
+            return free
+        dealt = deal(free, wanted + extra)
+        return {address: dealt.count(address) for address in free}
+
+    def _for_dispatching(self) -> str:
+        return " and one for sharding_round_robin_dispatch" if self.options.dispatching else ""
+
+    def _open(self, link: Link, slots: int, now: float) -> None:
+        link.state = LinkState.OPENING
+        link.heard = now  # silence counts from here
+        options = self.options
+        message = OpenSession(
+            options.session,
+            options.client,
+            slots,
+            options.num_workers or 0,
+            options.graph_digest,
+            options.graph_bytes,
+        )
+        self._send(link, message)
+
+    def _opened(self, link: Link, message: SessionOpened, now: float) -> None:
+        if link.state is not LinkState.OPENING:
+            return
+        link.state = LinkState.OPEN
+        link.held = message.slots
+        link.has_graph = message.has_graph  # a daemon that was restarted meanwhile has lost it
+        if self.workers:
+            self._place_vacant(now)
+        else:
+            self._proceed(now)
+
+    def _place_all(self, now: float) -> None:
+        held = {address: link.held for address, link in self.links.items()}
+        total = self.options.num_workers + self.options.dispatching if self.options.num_workers else sum(held.values())
+        self.workers = [Worker(worker) for worker in range(total)]
+        for worker, address in zip(self.workers, deal(held, total), strict=True):
+            self._start(worker, self.links[address], now)
+
+    def _start(self, worker: Worker, link: Link, now: float) -> None:
+        self._send_graph(link)
+        worker.address, worker.attempt = link.address, worker.attempt + 1
+        worker.pid = worker.port = 0
+        worker.change(_E.START, now)
+        total, options = self.num_shards, self.options
+        budget = max(1, options.prefetch_bytes // total)
+        message = StartWorker(options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget)
+        self._send(link, message)
+        self._leave_draining()
+
+    def _send_graph(self, link: Link) -> None:
+        if link.has_graph:
+            return
+        link.has_graph = True
+        offset = 0
+        for chunk in self.options.graph_chunks:
+            self._send(link, GraphChunk(self.options.session, offset), chunk)
+            offset += chunk.nbytes
+
+    # Messages from the daemons and their workers.
+
+    def receive(self, address: str, message: FromDaemon, payload: bytes | None, now: float) -> None:
+        """One control message has arrived."""
+        link = self.links[address]
+        link.heard, link.dropped = now, None
+        match message:
+            case Welcome():
+                self._guard(self._welcome, link, message, now)
+            case Refused():
+                self._guard(self._refused, link, message, now)
+            case SessionOpened():
+                self._opened(link, message, now)
+            case SessionClosed():
+                self._session_closed(link, message, now)
+            case HeartbeatReply():
+                self._heartbeat(link, message, now)
+            case Draining():
+                self._drain(link, message, now)
+            case Stack():
+                pass
+            case _ if not self._is_current(message):
+                logger.debug("stale: %s", message)
+            case WorkerReady():
+                self._ready(link, message, now)
+            case WorkerFailed():
+                self._failed(link, message, payload or b"")
+            case WorkerExited():
+                self.lose(message.worker, message.attempt, message.reason, now, message.batch)
+            case Done():
+                self._done(message, payload)
+
+    def _guard(self, handle: Callable[..., None], *args: object) -> None:
+        try:
+            handle(*args)
+        except RPCReadingError as error:
+            self._fail(error)
+
+    def _is_current(self, message: WorkerReady | WorkerFailed | WorkerExited | Done) -> bool:
+        return (
+            message.session == self.options.session
+            and message.worker < len(self.workers)
+            and message.attempt == self.workers[message.worker].attempt
+        )
+
+    def _refused(self, link: Link, message: Refused, now: float) -> None:
+        link.trouble = message.reason
+        link.refused_at = now
+        if self.workers and message.kind not in ("version", "graph"):
+            link.state = LinkState.OPEN if link.held else LinkState.GREETED
+            self._place_vacant(now)
+            return
+        error = {"version": VersionError, "slots": SlotsError, "graph": GraphError}.get(message.kind, ConnectError)
+        raise error(f"{link.address} refused: {message.reason}")
+
+    def _ready(self, link: Link, message: WorkerReady, now: float) -> None:
+        worker = self.workers[message.worker]
+        if worker.state is not _S.STARTING:
+            return
+        worker.pid, worker.port, worker.since = message.pid, message.port, now
+        if worker.worker == self.num_shards:  # the dispatching worker sends the client nothing
+            return self._stand_by(worker, now)
+        self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
+
+    def _failed(self, link: Link, message: WorkerFailed, payload: bytes) -> None:
+        worker = self.workers[message.worker]
+        where = f"in worker process {worker.worker} on {worker.address} ({link.host})"
+        self._actions.append(FailRemotely(payload, where, worker.address, message.missing))
+
+    def is_starting(self, worker_id: int, attempt: int) -> bool:
+        """Whether this process is the one that the shard waits for."""
+        if worker_id >= self.num_shards:
+            return False
+        worker = self.workers[worker_id]
+        return worker.attempt == attempt and worker.state is _S.STARTING
+
+    def is_running(self, worker_id: int, attempt: int, epoch: int) -> bool:
+        """Whether this process is at the running epoch of its shard."""
+        if worker_id >= self.num_shards or epoch != self.epoch:
+            return False
+        worker = self.workers[worker_id]
+        return worker.attempt == attempt and worker.state is _S.RUNNING
+
+    def data_opened(self, worker_id: int, now: float) -> None:
+        """The first message came through the data channel of a starting worker: it works."""
+        self._stand_by(self.workers[worker_id], now)
+
+    def _stand_by(self, worker: Worker, now: float) -> None:
+        worker.change(_E.READY, now)
+        worker.failed_starts = 0
+        if not self.options.dispatching:
+            if worker.worker in self._unfinished:
+                self._begin(worker, now)
+        elif self.ready:
+            self._join(now)
+
+    def _join(self, now: float) -> None:
+        """The dispatching worker and all that it feeds are there: bring them together; they run as a group."""
+        dispatching = self.workers[-1]
+        for worker in self.workers[:-1]:
+            message = ConnectFeed(
+                self.options.session, worker.worker, worker.attempt, dispatching.address, dispatching.port
+            )
+            self._send(self.links[worker.address], message)
+        if self._unfinished:
+            for worker in self.workers:
+                self._begin(worker, now)
+
+    # An epoch.
+
+    def start_epoch(self, seeds: Sequence[bytes], now: float, epoch: int | None = None) -> int:
+        """Every shard begins the next epoch with its own pickled seeds; returns the epoch's number."""
+        self._move_from_draining(range(len(self.workers)), now)
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self._seeds = list(seeds)
+        self._unfinished = set(range(self.num_shards))
+        self._pending_requests.clear()
+        return self.epoch
+
+    def begin_shards(self, now: float) -> None:
+        """Tell every worker that is there; those that are not will be told when they are."""
+        together = not self.options.dispatching or self.ready
+        for worker in self.workers:
+            if together and worker.state not in (_S.VACANT, _S.STARTING):
+                self._begin(worker, now)
+
+    def _begin(self, worker: Worker, now: float) -> None:
+        received, consumed = self._progress(worker.worker)
+        worker.change(_E.BEGIN, now)
+        message = StartEpoch(self.options.session, worker.worker, worker.attempt, self.epoch, received, consumed)
+        self._send(self.links[worker.address], message, self._seeds[worker.worker])
+
+    def shard_ended(self, worker_id: int, now: float) -> None:
+        """The shard has nothing more to send in this epoch."""
+        self._unfinished.discard(worker_id)
+        worker = self.workers[worker_id]
+        if worker.state in (_S.RUNNING, _S.PAUSED):
+            worker.change(_E.END, now)
+        self._move_from_draining([worker_id], now)
+
+    def credit(self, worker_id: int, consumed: int) -> None:
+        """Tell the worker how far the training loop is."""
+        worker = self.workers[worker_id]
+        if worker.state in (_S.RUNNING, _S.PAUSED) and worker_id in self._unfinished:
+            message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed)
+            self._send(self.links[worker.address], message)
+
+    # Requests to every worker: pause, resume, limit.
+
+    def request(
+        self, kind: type[Pause | Resume | Limit], payload: bytes, dispatching: bool, now: float, *more: object
+    ) -> int:
+        """Send it to every worker, or to the dispatching one alone; ``request_waits_for`` tells who is to answer."""
+        group = self.workers[self.num_shards :] if dispatching else self.workers[: self.num_shards]
+        workers = [w for w in group if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
+        request = self._new_request(w.worker for w in workers)
+        event = {Pause: _E.PAUSE, Resume: _E.RESUME}.get(kind)
+        for worker in workers:
+            if event is not None and (worker.state, event) in protocol.TRANSITIONS:
+                worker.change(event, now)
+            self._send_worker(worker, kind, request, payload, *more)
+        return request
+
+    def _new_request(self, workers: Iterable[int]) -> int:
+        self._next_request += 1
+        self._pending_requests[self._next_request] = set(workers)
+        return self._next_request
+
+    def _send_worker(self, worker: Worker, kind: type[Message], request: int, payload: bytes, *more: object) -> None:
+        message = kind(self.options.session, worker.worker, worker.attempt, request, *more)
+        self._send(self.links[worker.address], message, payload or None)
+
+    def _done(self, message: Done, payload: bytes | None) -> None:
+        self._pending_requests.get(message.request, set()).discard(message.worker)
+        if payload:
+            self._request_errors[message.request] = payload
+
+    def request_waits_for(self, request: int) -> set[int]:
+        """Workers that have not answered yet."""
+        return self._pending_requests.get(request, set())
+
+    def request_error(self, request: int) -> bytes | None:
+        """The encoded exception of a worker that could not carry the request out."""
+        return self._request_errors.pop(request, None)
+
+    # Losses.
+
+    def lose(self, worker_id: int, attempt: int, reason: str, now: float, batch: int | None = None) -> None:
+        """A worker process is gone, or cannot be relied on any more.
+
+        Args:
+            batch: that it was in the middle of
+        """
+        worker = self.workers[worker_id]
+        if worker.attempt != attempt or worker.state in (_S.VACANT, _S.CLOSED):
+            return
+        worker.last_loss = f"{worker} {reason}"
+        logger.warning("%s", worker.last_loss)
+        if worker.state is _S.STARTING:
+            worker.failed_starts += 1
+            worker.not_before = now + RESTART_S * 2**worker.failed_starts
+        self._vacate(worker, now)
+        self._after_loss(worker, batch, now)
+
+    def break_off(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
+        """The worker lives, but its stream is broken: end it, and count it as lost."""
+        worker = self.workers[worker_id]
+        if worker.attempt == attempt and worker.state not in (_S.VACANT, _S.CLOSED):
+            self._send(self.links[worker.address], StopWorker(self.options.session, worker_id, attempt))
+            self.lose(worker_id, attempt, reason, now)
+
+    def _after_loss(self, worker: Worker, batch: int | None, now: float) -> None:
+        policy = self.options.on_worker_loss
+        if policy == "raise":
+            return self._fail(WorkerLostError(worker.last_loss))
+        if policy == "drop" and worker.worker in self._unfinished:
+            self._unfinished.discard(worker.worker)
+            self._actions.append(Drop(worker.worker, worker.last_loss))
+        if worker.failed_starts >= MAX_FAILED_STARTS:
+            text = f"{worker.last_loss}, for the {MAX_FAILED_STARTS}th time in a row while it was being started"
+            return self._fail(WorkerLostError(text))
+        if batch is not None:
+            place = (self.epoch, batch)
+            worker.losses[place] = worker.losses.get(place, 0) + 1
+            if worker.losses[place] >= MAX_LOSSES:
+                text = (
+                    f"{worker.last_loss}, for the {MAX_LOSSES}rd time at batch {batch} of its shard in epoch "
+                    f"{self.epoch}: that batch kills its worker"
+                )
+                return self._fail(WorkerLostError(text))
+        if self.options.dispatching:
+            self._restart_group(worker, now)
+        self._place_vacant(now)
+
+    def _restart_group(self, lost: Worker, now: float) -> None:
+        """What was dispatched to whom is known to the dispatching worker alone: all of them start again."""
+        for worker in self.workers:
+            if worker.state is not _S.VACANT:
+                self._send(self.links[worker.address], StopWorker(self.options.session, worker.worker, worker.attempt))
+                worker.last_loss = f"{worker} starts again with its group: {lost.last_loss}"
+                self._vacate(worker, now)
+
+    def _vacate(self, worker: Worker, now: float) -> None:
+        worker.change(_E.LOSE, now)
+        self._actions.append(DisconnectData(worker.worker, worker.attempt))
+        for waiting in self._pending_requests.values():
+            waiting.discard(worker.worker)
+
+    def _place_vacant(self, now: float) -> None:
+        """Find a slot for every shard without a worker: one that we hold, else one that a daemon has free."""
+        for worker in self.workers:
+            if worker.state is _S.VACANT and now >= worker.not_before and not self._place(worker, now):
+                return
+
+    def _place(self, worker: Worker, now: float) -> bool:
+        used = dict.fromkeys(self.links, 0)
+        for other in self.workers:
+            if other.state is not _S.VACANT:
+                used[other.address] += 1
+        for link in self.links.values():
+            if link.state is LinkState.OPEN and used[link.address] < link.held and not link.draining:
+                self._start(worker, link, now)
+                return True
+        for link in self.links.values():
+            is_there = link.state in (LinkState.OPEN, LinkState.GREETED) and not link.draining
+            if is_there and now - link.refused_at > HELLO_S:
+                self._open(link, used[link.address] + 1, now)
+                return False
+        return False
+
+    def _lose_link(self, link: Link, reason: str, now: float) -> None:
+        logger.warning("%s %s", link.address, reason)
+        link.state, link.held, link.has_graph, link.trouble = LinkState.GREETING, 0, False, reason
+        link.dropped, link.draining, link.fresh = None, False, now
+        self._actions.append(Reconnect(link.address))
+        for worker in self.workers:
+            if worker.address == link.address:
+                self.lose(worker.worker, worker.attempt, f"is lost: {link.address} {reason}", now)
+
+    def link_dropped(self, address: str, now: float) -> None:
+        """The connection broke: unless the daemon is heard again soon, it is lost."""
+        link = self.links[address]
+        if link.state in (LinkState.OPENING, LinkState.OPEN):
+            link.dropped = now
+            link.beat = now
+            self._send(link, Heartbeat(self.options.session))
+
+    def _drain(self, link: Link, message: Draining, now: float) -> None:
+        logger.warning("%s is ending within %g s: %s", link.address, message.grace, message.reason)
+        link.draining, link.trouble = True, message.reason
+        self._move_from_draining([w.worker for w in self.workers if w.state is _S.STANDBY], now)
+
+    def _move_from_draining(self, workers: Iterable[int], now: float) -> None:
+        """Shards with nothing to lose move on from a daemon that is ending; the others finish their epoch there."""
+        moving = [self.workers[w] for w in workers if w < len(self.workers) and self.workers[w].address]
+        moving = [w for w in moving if self.links[w.address].draining and w.state not in (_S.VACANT, _S.CLOSED)]
+        if not moving or self.options.dispatching or not self._has_room(len(moving)):
+            return
+        for worker in moving:
+            self._send(self.links[worker.address], StopWorker(self.options.session, worker.worker, worker.attempt))
+            worker.last_loss = f"{worker} moves on: its daemon is ending"
+            self._vacate(worker, now)
+        self._place_vacant(now)
+
+    def _leave_draining(self) -> None:
+        """A daemon that is ending need not wait for a session that has no shard there any more."""
+        for link in self.links.values():
+            if link.draining and link.held and not any(w.address == link.address for w in self.workers):
+                link.state, link.held = LinkState.GREETED, 0
+                self._send(link, CloseSession(self.options.session))
+
+    def _has_room(self, workers: int) -> bool:
+        """Whether so many more workers seem to fit on daemons that are not ending."""
+        staying = [link for link in self.links.values() if not link.draining and link.state is not LinkState.GREETING]
+        used = sum(not self.links[w.address].draining for w in self.workers if w.state is not _S.VACANT)
+        return sum(max(link.held, link.free) for link in staying) - used >= workers
+
+    def _session_closed(self, link: Link, message: SessionClosed, now: float) -> None:
+        if message.session != self.options.session:
+            return
+        if self.closed:
+            link.held = 0
+        elif message.reason and link.state in (LinkState.OPENING, LinkState.OPEN):
+            # Without a reason it answers our own CloseSession, from before the link was lost.
+            self._lose_link(link, f"ended the session: {message.reason}", now)
+
+    def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
+        if link.boot and message.boot != link.boot and link.state is LinkState.OPEN:
+            self._lose_link(link, "was restarted", now)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Send what is due by the clock; give up on who is silent."""
+        if self.closed:
+            return
+        for link in self.links.values():
+            if link.dropped is not None and now - link.dropped > DROPPED_S:
+                self._lose_link(link, "closed the connection and does not answer: it has died, or was restarted", now)
+            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.heard > SILENCE_S:
+                self._lose_link(link, f"has been silent for {now - link.heard:.0f} s", now)
+            if link.state is LinkState.GREETING and now - link.fresh >= GREETING_S:
+                link.fresh = now
+                self._actions.append(Reconnect(link.address))
+            if link.state is LinkState.GREETING and now - link.greeted >= HELLO_S:
+                self._greet(link, now)
+            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.beat >= HEARTBEAT_S:
+                link.beat = now
+                self._send(link, Heartbeat(self.options.session))
+        self._check_deadlines(now)
+
+    def _check_deadlines(self, now: float) -> None:
+        if not self.workers:
+            self._guard(self._proceed, now)
+            silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+            if silent and not self.workers and now - self._started >= self.options.connect_timeout:
+                self._actions.append(FailToConnect([link.address for link in silent]))
+            return
+        self._place_vacant(now)
+        timeout = self.options.timeout
+        for worker in self.workers:
+            if worker.state is _S.STARTING and worker.port and now - worker.since > self.options.connect_timeout:
+                reason = (
+                    f"cannot be reached on its data port {worker.port} within {self.options.connect_timeout:g} s: open "
+                    "that port in the firewall, or fix the range with rpc-reading-worker --data-ports LO-HI and open it"
+                )
+                self._fail(ConnectError(f"{worker} {reason}"))
+            elif worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout:
+                self._fail(WorkerLostError(self._nowhere_to_go(worker)))
+
+    def _nowhere_to_go(self, worker: Worker) -> str:
+        places = "; ".join(f"{link.address}: {link.trouble or link.state.value}" for link in self.links.values())
+        return (
+            f"{worker.last_loss}, and no slot was found for its shard within {self.options.timeout:g} s ({places}). "
+            "Start daemons at these addresses, or resume from a checkpoint with others"
+        )
+
+    # The end.
+
+    def close(self, now: float) -> None:
+        """Tell every daemon that knows of the session."""
+        self.closed = True
+        self.closed_at = now
+        for worker in self.workers:
+            worker.change(_E.CLOSE, now)
+        for link in self.links.values():
+            if link.state in (LinkState.OPENING, LinkState.OPEN):
+                link.held = max(1, link.held)
+                self._send(link, CloseSession(self.options.session))
+
+    def tell(self, address: str, message: Message) -> None:
+        """Send a message that changes no state."""
+        self._send(self.links[address], message)
+
+    def _fail(self, error: BaseException) -> None:
+        self._actions.append(Fail(error))
+
+    def _send(self, link: Link, message: Message, payload: bytes | memoryview | None = None) -> None:
+        self._actions.append(Send(link.address, message, payload))

@@ -1,0 +1,128 @@
+"""The documents: their Python runs, their errors are the code's, their links lead somewhere.
+
+Every Python block of a document runs as a script of its own, with the two daemons of the session in the place of its
+``cpu1:5555`` and ``cpu2:5555``. A block that cannot run has ``<!-- not run: why -->`` in the line above it.
+"""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rpc_reading_service import errors
+from rpc_reading_service.reading_service import RPCReadingService
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+ADDRESSES = ["cpu1:5555", "cpu2:5555"]
+NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TIMEOUT_S = 100.0
+
+# One interpreter for each document, since importing torch takes longer than most blocks do.
+RUN_EACH = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+# What torchrun would set.
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    language: str
+    line: int
+    """Of its first line of code, from 1."""
+    code: str
+    runs: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a Markdown text."""
+    found, lines, start = [], text.splitlines(), None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        above = lines[start - 1] if start else ""
+        language, code = lines[start].removeprefix("```"), "\n".join(lines[start + 1 : number])
+        found.append(Block(language, start + 2, code, not NOT_RUN.fullmatch(above)))
+        start = None
+    return found
+
+
+def python_blocks(document: str) -> list[Block]:
+    return [block for block in blocks((ROOT / document).read_text()) if block.language == "python"]
+
+
+WITH_PYTHON = [document for document in DOCUMENTS if any(block.runs for block in python_blocks(document))]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON)
+def test_python_blocks_run(document: str, two_daemons: list[str], free_port: int, tmp_path: Path) -> None:
+    paths = [write(block, document, two_daemons, tmp_path) for block in python_blocks(document) if block.runs]
+    environment = {**os.environ, **ONE_RANK, "MASTER_PORT": str(free_port)}
+    command = [sys.executable, "-c", RUN_EACH, *map(str, paths)]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+
+
+def write(block: Block, document: str, addresses: list[str], folder: Path) -> Path:
+    """Line numbers in tracebacks are those of the document."""
+    code = "\n" * (block.line - 1) + block.code + "\n"
+    for written, real in zip(ADDRESSES, addresses, strict=True):
+        code = code.replace(written, real)
+    path = folder / f"{Path(document).stem}_{block.line}.py"
+    path.write_text(code)
+    return path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_are_python_even_if_they_do_not_run(document: str) -> None:
+    for block in python_blocks(document):
+        ast.parse(block.code, f"{document}, the block at line {block.line}")
+
+
+def test_every_error_class_is_in_errors_md() -> None:
+    text = (ROOT / "docs/errors.md").read_text()
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert classes == {name for name in re.findall(r"^## `(\w+)`", text, re.MULTILINE) if hasattr(errors, name)}
+
+
+def test_the_readme_has_every_parameter_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    parameters = [each for each in inspect.signature(RPCReadingService).parameters.values() if each.name != "keys"]
+    assert {each.name for each in parameters} <= rows.keys()
+    for each in parameters:
+        if each.default is not None:
+            assert rows[each.name] == repr(each.default).replace("'", '"')
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_resolve(document: str) -> None:
+    text = (ROOT / document).read_text()
+    links = {link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)}
+    folder = (ROOT / document).parent
+    assert not {link for link in links if not (folder / link.partition("#")[0]).exists()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_to_sections_resolve(document: str) -> None:
+    folder = (ROOT / document).parent
+    for link in LINK.findall((ROOT / document).read_text()):
+        target, _, section = link.partition("#")
+        if section and not re.match(r"[a-z]+:", link):
+            assert section in sections(folder / target if target else ROOT / document), link
+
+
+def sections(path: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
