@@ -7,6 +7,7 @@ What a worker does to its part is what torchdata's own worker does, in the same 
     begin    each epoch: seeds of random, torch and numpy, seeds of the graph, iter_reset_fn, worker_reset_fn
 """
 
+import functools
 import hashlib
 import io
 import pickle
@@ -167,9 +168,22 @@ class _Pickler(cloudpickle.Pickler):
         cloudpickle.Pickler.dispatch_table,
     )
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ in _by_value_names():
+            return _cached, (obj.__wrapped__, obj.cache_parameters())  # by itself it goes by reference, always
+        return super().reducer_override(obj)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
 
 def _code(arguments: tuple[Any, ...], filename: str) -> CodeType:
     return CodeType(*arguments).replace(co_filename=filename)
+
+
+def _by_value_names() -> set[str]:
+    return {"__main__", *cloudpickle.list_registry_pickle_by_value()}
 
 
 @contextmanager
@@ -177,7 +191,7 @@ def _by_value(modules: Sequence[str | ModuleType]) -> Iterator[None]:
     # In a process that multiprocessing has spawned, the training script has a second name.
     names = [*modules, *({"__mp_main__"} & sys.modules.keys())]
     loaded = [import_module(module) if isinstance(module, str) else module for module in names]
-    registered = [module for module in loaded if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    registered = [module for module in loaded if module.__name__ not in _by_value_names()]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
     try:

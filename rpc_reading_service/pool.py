@@ -16,26 +16,30 @@ class Pool:
     rank: int
     world_size: int
 
-    def shares(self, slots: dict[str, int], needed: int) -> dict[str, int]:
-        """How many slots of each daemon this rank may hold.
+    def shares(self, slots: dict[str, int], needed: int | None, extra: int = 0) -> tuple[dict[str, int], int]:
+        """How many slots of each daemon this rank may hold, and how many it needs in all.
+
+        All ranks run as many shards, or their data would overlap: as many as the rank with the fewest slots can.
 
         Args:
             slots: of every daemon, in the order given by the user
-            needed: by each rank
+            needed: shards of each rank; None for as many as there are slots for
+            extra: slots that each rank needs beside those of its shards
 
         Raises:
             SlotsError: some rank would get fewer; every rank raises it.
         """
         shares = [self._of(rank, slots) for rank in range(self.world_size)]
         poorest = min(range(self.world_size), key=lambda rank: sum(shares[rank].values()))
-        if sum(shares[poorest].values()) < needed:
+        most = sum(shares[poorest].values())
+        total = max(most, 1 + extra) if needed is None else needed + extra
+        if most < total:
             pool = ", ".join(f"{address} with {count}" for address, count in slots.items())
             raise SlotsError(
                 f"{self.world_size} ranks share {sum(slots.values())} slots ({pool}); rank {poorest} would get "
-                f"{sum(shares[poorest].values())} of the {needed} that each rank needs: start more daemons or more "
-                "slots, or ask for fewer num_workers"
+                f"{most} of the {total} that each rank needs: start more daemons or more slots, or ask for fewer num_workers"
             )
-        return shares[self.rank]
+        return shares[self.rank], total
 
     def _of(self, rank: int, slots: dict[str, int]) -> dict[str, int]:
         addresses = list(slots)

@@ -70,12 +70,24 @@ class Options:
             raise ValueError(f"num_workers={self.num_workers}, but workers={self.workers} starts only {self.workers}")
 
     def _pool(self) -> Pool | None:
-        if isinstance(self.workers, int) or not self.share_workers or not _is_distributed():
+        if not self.share_workers or not _is_distributed():
             return None
         return Pool(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
-    def for_session(self, payload: graph.Payload) -> SessionOptions:
-        """What the client needs of them, for one session with this graph."""
+    def check_ranks(self, own_daemons: bool) -> None:
+        """Ranks with different numbers of shards would get overlapping data: torchdata's sharding assumes one number."""
+        agreed = self.num_workers is not None or isinstance(self.workers, int)
+        if _is_distributed() and not agreed and (own_daemons or not self.share_workers):
+            raise ValueError(
+                "in a distributed training every rank must have as many workers: give num_workers, the same on each rank"
+            )
+
+    def for_session(self, payload: graph.Payload, own_daemons: bool) -> SessionOptions:
+        """What the client needs of them, for one session with this graph.
+
+        Args:
+            own_daemons: whether the daemons were started here, for this session alone
+        """
         return SessionOptions(
             session=secrets.token_hex(16),
             client=f"{socket.gethostname()} pid {os.getpid()}",
@@ -90,7 +102,7 @@ class Options:
             graph_chunks=payload.chunks,
             graph_bytes=len(payload.data),
             dispatching=payload.dispatching,
-            pool=self._pool(),
+            pool=None if own_daemons else self._pool(),
         )
 
 
@@ -217,7 +229,10 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
                 "none: use 'recover' or 'raise'"
             )
         payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
-        client = source.client = Client(self._addresses(), options.for_session(payload), options.in_order)
+        options.check_ranks(own_daemons=False)
+        addresses = self._addresses(extra=payload.dispatching)
+        session = options.for_session(payload, own_daemons=self._daemons is not None)
+        client = source.client = Client(addresses, session, options.in_order)
         source.pin = _pin if options.pin_memory and _can_pin() else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
@@ -232,14 +247,16 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
         return self._end
 
-    def _addresses(self) -> list[str]:
+    def _addresses(self, extra: int) -> list[str]:
         workers = self._options.workers
         if isinstance(workers, tuple):
             return list(workers)
         from_environment = os.environ.get(WORKERS_VARIABLE) if workers is None else None
         if from_environment:
             return _parse_addresses(from_environment.split(","), f"the environment's {WORKERS_VARIABLE}")
-        self._daemons = LocalDaemons([workers or self._options.num_workers or local_slots()])  # this rank's own
+        self._options.check_ranks(own_daemons=True)
+        slots = workers or self._options.num_workers or local_slots()
+        self._daemons = LocalDaemons([slots + extra])
         try:
             return self._daemons.addresses
         except BaseException:
@@ -416,7 +433,8 @@ def _shut_down(client: Client, daemons: LocalDaemons | None) -> None:
 
 
 def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _can_pin() -> bool:

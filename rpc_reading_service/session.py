@@ -203,6 +203,7 @@ class Link:
     refused_at: float = float("-inf")
     dropped: float | None = None
     draining: bool = False
+    was_open: bool = False
 
     def __str__(self) -> str:
         held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
@@ -261,6 +262,7 @@ class ClientSession:
         self._request_errors: dict[int, bytes] = {}
         self._next_request = 0
         self._started = 0.0
+        self._ticked = 0.0
         self._actions: list[Action] = []
 
     def __repr__(self) -> str:
@@ -291,7 +293,7 @@ class ClientSession:
 
     def open(self, now: float) -> None:
         """Greet every daemon."""
-        self._started = now
+        self._started = self._ticked = now
         for link in self.links.values():
             link.fresh = now
             self._greet(link, now)
@@ -341,23 +343,23 @@ class ClientSession:
         return self._wanted is not None or free >= self.options.num_workers + self.options.dispatching
 
     def _shares(self) -> dict[str, int]:
-        """Slots to hold on each daemon: all that are free, or ``num_workers`` dealt out one by one."""
+        """Slots to hold on each daemon: all that are free, or as many as wanted dealt out one by one."""
         free = {address: link.free for address, link in self.links.items()}
-        extra = self.options.dispatching
+        extra = int(self.options.dispatching)
+        total = None if self.options.num_workers is None else self.options.num_workers + extra
         if self.options.pool is not None:
             slots = {address: link.slots for address, link in self.links.items()}
-            limits = self.options.pool.shares(slots, (self.options.num_workers or 1) + extra)
+            limits, total = self.options.pool.shares(slots, self.options.num_workers, extra)
             free = {address: min(count, limits[address]) for address, count in free.items()}
-        wanted = self.options.num_workers
-        if sum(free.values()) < (wanted or 1) + extra:
+        if sum(free.values()) < (total or 1 + extra):
             raise SlotsError(
-                f"num_workers={wanted}{self._for_dispatching()}, but only {sum(free.values())} slots are free for it: "
-                + "; ".join(str(link) for link in self.links.values())
-                + ". Ask for fewer workers, or start more daemons or more slots"
+                f"num_workers={self.options.num_workers}{self._for_dispatching()}, but only {sum(free.values())} slots "
+                f"are free for it: {'; '.join(str(link) for link in self.links.values())}. Ask for fewer workers, or start "
+                "more daemons or more slots"
             )
-        if wanted is None:
+        if total is None:
             return free
-        dealt = deal(free, wanted + extra)
+        dealt = deal(free, total)
         return {address: dealt.count(address) for address in free}
 
     def _for_dispatching(self) -> str:
@@ -381,6 +383,7 @@ class ClientSession:
         if link.state is not LinkState.OPENING:
             return
         link.state = LinkState.OPEN
+        link.was_open = True
         link.held = message.slots
         link.has_graph = message.has_graph  # a daemon that was restarted meanwhile has lost it
         if self.workers:
@@ -751,6 +754,7 @@ class ClientSession:
         """Send what is due by the clock; give up on who is silent."""
         if self.closed:
             return
+        self._forgive(now)
         for link in self.links.values():
             if link.dropped is not None and now - link.dropped > DROPPED_S:
                 self._lose_link(link, "closed the connection and does not answer: it has died, or was restarted", now)
@@ -765,6 +769,16 @@ class ClientSession:
                 link.beat = now
                 self._send(link, Heartbeat(self.options.session))
         self._check_deadlines(now)
+
+    def _forgive(self, now: float) -> None:
+        """While we did not run (somebody held the GIL, or the process was stopped), nobody else was silent."""
+        gap = now - self._ticked
+        self._ticked = now
+        if gap < HEARTBEAT_S:
+            return
+        for link in self.links.values():
+            link.heard += gap
+            link.dropped = None if link.dropped is None else link.dropped + gap
 
     def _check_deadlines(self, now: float) -> None:
         if not self.workers:
@@ -803,6 +817,7 @@ class ClientSession:
         for link in self.links.values():
             if link.state in (LinkState.OPENING, LinkState.OPEN):
                 link.held = max(1, link.held)
+            if link.state in (LinkState.OPENING, LinkState.OPEN) or link.was_open:
                 self._send(link, CloseSession(self.options.session))
 
     def tell(self, address: str, message: Message) -> None:

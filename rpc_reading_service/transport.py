@@ -5,6 +5,7 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 """
 
 import contextlib
+import os
 import re
 import socket
 import struct
@@ -263,8 +264,7 @@ class Router:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            connection = int(frames[-1].get(zmq.SRCFD))
-            yield frames[0].bytes, connection, [frame.bytes for frame in frames[1:]]
+            yield frames[0].bytes, _connection(frames[-1]), [frame.bytes for frame in frames[1:]]
 
     def dropped(self) -> list[int]:
         """Connections that broke since the last call."""
@@ -275,6 +275,13 @@ class Router:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=int(linger * 1000))
+
+
+def _connection(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1  # bytes that look like ZMTP/1.0: from no client of ours
 
 
 class _Reading:
@@ -418,7 +425,9 @@ def _bind(socket_: "zmq.Socket[bytes]", host: str, ports: Iterable[int]) -> int:
         try:
             socket_.bind(f"tcp://{join_address(host, port) if port else _wildcard(host)}")
         except zmq.ZMQError as zmq_error:
-            error = OSError(zmq_error.errno, f"cannot bind {join_address(host, port)}: {zmq_error.strerror}")
+            error = OSError(
+                zmq_error.errno, f"cannot bind {join_address(host, port)}: {os.strerror(zmq_error.errno or 0)}"
+            )
             continue
         return split_address(socket_.getsockopt_string(zmq.LAST_ENDPOINT))[1]
     raise error

@@ -105,6 +105,11 @@ def test_the_readme_has_every_parameter_with_its_default() -> None:
             assert rows[each.name] == repr(each.default).replace("'", '"')
 
 
+def test_every_module_is_in_architecture_md() -> None:
+    modules = {path.stem for path in (ROOT / "rpc_reading_service").glob("[!_]*.py")}
+    assert modules <= set(re.findall(r"`(\w+)`", (ROOT / "docs/architecture.md").read_text()))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_resolve(document: str) -> None:
     text = (ROOT / document).read_text()
