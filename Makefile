@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+SEED ?= 0
+MINUTES ?= 5
+
+.PHONY: demo test check bench chaos clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -20,6 +23,9 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python benchmarks/throughput.py
+
+chaos: $(VENV)/.installed-test
+	$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -37,7 +37,8 @@ class Pool:
             pool = ", ".join(f"{address} with {count}" for address, count in slots.items())
             raise SlotsError(
                 f"{self.world_size} ranks share {sum(slots.values())} slots ({pool}); rank {poorest} would get "
-                f"{most} of the {total} that each rank needs: start more daemons or more slots, or ask for fewer num_workers"
+                f"{most} of the {total} that each rank needs: start more daemons or more slots, or "
+                "ask for fewer num_workers"
             )
         return shares[self.rank], total
 

@@ -75,11 +75,11 @@ class Options:
         return Pool(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
     def check_ranks(self, own_daemons: bool) -> None:
-        """Ranks with different numbers of shards would get overlapping data: torchdata's sharding assumes one number."""
+        """Ranks with different numbers of shards would get overlapping data: torchdata's sharding assumes one."""
         agreed = self.num_workers is not None or isinstance(self.workers, int)
         if _is_distributed() and not agreed and (own_daemons or not self.share_workers):
             raise ValueError(
-                "in a distributed training every rank must have as many workers: give num_workers, the same on each rank"
+                "in a distributed training every rank must have as many workers: give num_workers, the same on each"
             )
 
     def for_session(self, payload: graph.Payload, own_daemons: bool) -> SessionOptions:

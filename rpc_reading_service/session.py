@@ -354,8 +354,8 @@ class ClientSession:
         if sum(free.values()) < (total or 1 + extra):
             raise SlotsError(
                 f"num_workers={self.options.num_workers}{self._for_dispatching()}, but only {sum(free.values())} slots "
-                f"are free for it: {'; '.join(str(link) for link in self.links.values())}. Ask for fewer workers, or start "
-                "more daemons or more slots"
+                f"are free for it: {'; '.join(str(link) for link in self.links.values())}. Ask for fewer workers, "
+                "or start more daemons or more slots"
             )
         if total is None:
             return free
