@@ -16,31 +16,32 @@ class Pool:
     rank: int
     world_size: int
 
-    def shares(self, slots: dict[str, int], needed: int | None, extra: int = 0) -> tuple[dict[str, int], int]:
-        """How many slots of each daemon this rank may hold, and how many it needs in all.
-
-        All ranks run as many shards, or their data would overlap: as many as the rank with the fewest slots can.
+    def shares(self, slots: dict[str, int], needed: int) -> dict[str, int]:
+        """How many slots of each daemon this rank may hold.
 
         Args:
             slots: of every daemon, in the order given by the user
-            needed: shards of each rank; None for as many as there are slots for
-            extra: slots that each rank needs beside those of its shards
+            needed: by each rank; as many by every one, or their data would overlap
 
         Raises:
             SlotsError: some rank would get fewer; every rank raises it.
         """
-        shares = [self._of(rank, slots) for rank in range(self.world_size)]
-        poorest = min(range(self.world_size), key=lambda rank: sum(shares[rank].values()))
-        most = sum(shares[poorest].values())
-        total = max(most, 1 + extra) if needed is None else needed + extra
-        if most < total:
+        poorest, most = self._poorest(slots)
+        if most < needed:
             pool = ", ".join(f"{address} with {count}" for address, count in slots.items())
             raise SlotsError(
-                f"{self.world_size} ranks share {sum(slots.values())} slots ({pool}); rank {poorest} would get "
-                f"{most} of the {total} that each rank needs: start more daemons or more slots, or "
-                "ask for fewer num_workers"
+                f"{self.world_size} ranks share {sum(slots.values())} slots ({pool}); rank {poorest} would get {most} "
+                f"of the {needed} that each rank needs: start more daemons or more slots, or ask for fewer num_workers"
             )
-        return shares[self.rank], total
+        return self._of(self.rank, slots)
+
+    def most(self, slots: dict[str, int]) -> int:
+        """How many slots every rank can have."""
+        return self._poorest(slots)[1]
+
+    def _poorest(self, slots: dict[str, int]) -> tuple[int, int]:
+        counts = [sum(self._of(rank, slots).values()) for rank in range(self.world_size)]
+        return counts.index(min(counts)), min(counts)
 
     def _of(self, rank: int, slots: dict[str, int]) -> dict[str, int]:
         addresses = list(slots)

@@ -349,7 +349,8 @@ class ClientSession:
         total = None if self.options.num_workers is None else self.options.num_workers + extra
         if self.options.pool is not None:
             slots = {address: link.slots for address, link in self.links.items()}
-            limits, total = self.options.pool.shares(slots, self.options.num_workers, extra)
+            total = total or max(self.options.pool.most(slots), 1 + extra)
+            limits = self.options.pool.shares(slots, total)
             free = {address: min(count, limits[address]) for address, count in free.items()}
         if sum(free.values()) < (total or 1 + extra):
             raise SlotsError(

@@ -39,7 +39,8 @@ from torchdata.dataloader2.utils.dispatch import (
     find_non_dispatching_branches,
 )
 from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
-from torchdata.datapipes.iter import IterDataPipe, Prefetcher
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe, Prefetcher
+from torchdata.datapipes.map import SequenceWrapper
 
 from rpc_reading_service import RPCReadingService
 from rpc_reading_service.testing import local_workers
@@ -50,7 +51,7 @@ MPRS_LIMIT_S = 20.0
 MPRS_ATTEMPTS = 3
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("ORACLE_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("ORACLE_EXAMPLES", "30")),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -565,7 +566,8 @@ def multiprocessing_streams(
         assert ours.recv() == "ready"
         return ours.recv() if ours.poll(MPRS_LIMIT_S) else None
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it died of an exception
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
         process.close()
         ours.close()
@@ -583,6 +585,7 @@ def send_multiprocessing_streams(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         connection.send(streams(build(code, files), Unending(num_workers, multiprocessing_context="fork"), epochs))
+    signal.pause()  # until it is killed: its number must not be another's by then
 
 
 class Unending(MultiProcessingReadingService):

@@ -418,6 +418,12 @@ class Played:
         self.now += seconds
         self.session.tick(self.now)
 
+    def watch(self, seconds: float) -> None:
+        """As ``tick``, in steps such as the client's I/O thread makes: while it does not run, nobody is silent."""
+        for _ in range(int(seconds)):
+            self.tick(1.0)
+        self.tick(seconds - int(seconds))
+
     def take(self, *kinds: type) -> list[Any]:
         """The actions of these kinds; of messages, the messages. The others are dropped."""
         actions = self.session.take_actions()
@@ -1078,9 +1084,9 @@ def test_open_links_are_told_that_the_session_is_alive() -> None:
 
 def test_a_silent_daemon_is_lost_with_all_its_workers() -> None:
     played = running(2)
-    played.tick(SILENCE_S)
+    played.watch(SILENCE_S)
     assert played.take(Reconnect) == []
-    played.tick(1.0)
+    played.watch(1.0)
     assert played.take(Reconnect, DisconnectData) == [Reconnect("a"), DisconnectData(0, 0), DisconnectData(1, 0)]
     assert played.session.workers[1].last_loss == "worker 1 on a (pid 42) is lost: a has been silent for 11 s"
     assert played.states() == [S.VACANT] * 2
@@ -1090,13 +1096,21 @@ def test_a_broken_connection_is_asked_at_once_and_lost_soon() -> None:
     played = running(1)
     played.session.link_dropped("a", played.now)
     assert played.take() == [Heartbeat(SESSION)]
-    played.tick(DROPPED_S)
+    played.watch(DROPPED_S)
     assert played.take(Reconnect) == []
     played.tick(0.1)
     assert played.take(Reconnect) == [Reconnect("a")]
     assert "a closed the connection and does not answer: it has died, or was restarted" in (
         played.session.workers[0].last_loss
     )
+
+
+def test_a_client_that_did_not_run_holds_nobodys_silence_against_him() -> None:
+    played = running(1)
+    played.tick(10 * SILENCE_S)
+    assert played.take(Reconnect) == []
+    played.watch(SILENCE_S + 1)
+    assert played.take(Reconnect) == [Reconnect("a")]
 
 
 def test_a_connection_that_comes_back_is_not_lost() -> None:
