@@ -69,13 +69,18 @@ class Daemon:
     def restart(self) -> None:
         """Kill the daemon, and with it its workers; start it again at once."""
         self.process.kill()
-        self.process.wait()
+        self._gone()
         self.process = self._start()
+
+    def _gone(self) -> None:
+        self.process.wait(15)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        self.process.wait(15)
+        self._gone()
 
 
 class Chaos(threading.Thread):
@@ -87,7 +92,7 @@ class Chaos(threading.Thread):
         rest: seconds between bursts, on average
     """
 
-    def __init__(self, daemons: list[Daemon], rng: random.Random, report: Report, rest: float = 0.8) -> None:
+    def __init__(self, daemons: list[Daemon], rng: random.Random, report: Report, rest: float = 2.5) -> None:
         super().__init__(name="chaos", daemon=True)
         self._daemons = daemons
         self._rng = rng
@@ -165,14 +170,16 @@ def graph(elements: int, seconds: float) -> IterDataPipe[list[int]]:
     return Slowly(source, seconds, every=100).batch(10)
 
 
-def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, slowness: float = 0.01) -> Report:
+def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, slowness: float = 0.004) -> Report:
     """One disturbed epoch; raises AssertionError at the first element that is not the one of an undisturbed run."""
     rng = random.Random(seed)
     report = Report()
     expected = undisturbed(seed, elements, daemons, workers)
     loader = DataLoader2(
         graph(elements, slowness),
-        reading_service=RPCReadingService([d.address for d in daemons], num_workers=workers, timeout=60.0),
+        reading_service=RPCReadingService(
+            [d.address for d in daemons], num_workers=workers, timeout=60.0, pickle_by_value=(__name__,)
+        ),
     )
     loader.seed(seed)
     chaos = Chaos(daemons, rng, report)
@@ -192,7 +199,7 @@ def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, slown
 
 
 def undisturbed(seed: int, elements: int, daemons: list[Daemon], workers: int) -> list[list[int]]:
-    service = RPCReadingService([daemon.address for daemon in daemons], num_workers=workers)
+    service = RPCReadingService([d.address for d in daemons], num_workers=workers, pickle_by_value=(__name__,))
     with DataLoader2(graph(elements, 0.0), reading_service=service) as loader:
         loader.seed(seed)
         return list(loader)
