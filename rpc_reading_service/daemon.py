@@ -69,6 +69,7 @@ STOPPED_S = 5.0
 """How long a worker may be stopped; one under a debugger is traced, which is another thing."""
 
 TICK_S = 1.0
+MESSAGES_PER_TURN = 100
 FAREWELL_S = 0.5
 
 
@@ -282,10 +283,14 @@ class Daemon:
         now = time.monotonic()
         if now > self._drain_until:
             self.stop(f"{self._stopping}, and its grace of {self.options.grace:g} s is over")
-        for connection in self._router.dropped():
-            self._dropped(connection, now)
-        for identity, connection, frames in self._router.receive_all():
+        received = 0
+        for identity, connection, frames in self._router.receive_all(MESSAGES_PER_TURN):
             self._receive(identity, connection, frames, now)
+            received += 1
+        # Only then: what a broken connection still brought must not pass for a sign of life after it.
+        if received < MESSAGES_PER_TURN:
+            for connection in self._router.dropped():
+                self._dropped(connection, now)
         for session in list(self._sessions.values()):
             self._look_after(session, now)
 
@@ -484,6 +489,7 @@ class Daemon:
     # The end of a session.
 
     def _dropped(self, connection: int, now: float) -> None:
+        logger.debug("! connection %d broke", connection)
         for session in self._sessions.values():
             if session.connection == connection and session.orphaned_at is None:
                 session.orphaned_at = now

@@ -257,7 +257,7 @@ class Router:
         """To one client; a client that is gone gets nothing, and no error."""
         self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
 
-    def receive_all(self, at_most: int = 100) -> Iterator[tuple[bytes, int, list[bytes]]]:
+    def receive_all(self, at_most: int) -> Iterator[tuple[bytes, int, list[bytes]]]:
         """Identity, connection number and frames of each message; the number is that of ``dropped``."""
         for _ in range(at_most):
             try:

@@ -255,15 +255,19 @@ def test_foreign_bytes_on_the_control_port_disturb_no_session(daemon: Daemon, wh
     with load(sharded(range(200)), daemon.address, num_workers=2) as loader:
         iterator = iter(loader)
         elements = [next(iterator) for _ in range(5)]
-        with socket.create_connection(("127.0.0.1", daemon.port)) as stranger:
-            stranger.sendall(FOREIGN_BYTES[what])
-            stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(4096):  # until the daemon has read it all and has had enough
-                    pass
+        shout(daemon.port, FOREIGN_BYTES[what])
         elements += iterator
         assert elements == list(range(200))
         assert list(loader) == list(range(200))
+
+
+def shout(port: int, data: bytes) -> None:
+    """Send, and wait until the other end has read it all and has had enough."""
+    with socket.create_connection(("127.0.0.1", port), STOP_S) as connection, contextlib.suppress(OSError):
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
 
 
 @pytest.mark.parametrize("what", ["an unknown type", "a type of the other direction", "wrong fields", "no message"])
@@ -283,7 +287,9 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
             stranger = context.dealer(daemon.address)
             stranger.send(frames)
             stranger.send([messages.encode(messages.Heartbeat(session))])
-            assert ask(stranger) == messages.SessionClosed(session, "unknown")
+            answer = ask(stranger)
+            assert isinstance(answer, messages.SessionClosed)
+            assert answer.session == session
             elements += iterator
         assert elements == list(range(200))
     finally:
@@ -319,12 +325,12 @@ def test_a_daemon_ends_cleanly_in_mid_epoch_and_its_client_is_told(victim: Daemo
         iterator = iter(loader)
         next(iterator)
         family = victim.family()
-        began = time.monotonic()
         assert_ends(victim, family, name)
+        began = time.monotonic()
         with pytest.raises(WorkerLostError) as error:
             for _ in iterator:
                 pass
-    assert time.monotonic() - began < STOP_S
+        assert time.monotonic() - began < 2.0
     assert f"{victim.address} ended the session: the daemon got {name}" in str(error.value)
 
 

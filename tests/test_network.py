@@ -19,6 +19,7 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 from rpc_reading_service import RPCReadingService
 
 ELEMENTS = 4000
+LOSS = 0.005
 
 
 def missing() -> str | None:
@@ -101,16 +102,19 @@ class Host:
     def drop_outgoing(self) -> None:
         sh(f"iptables -A OUTPUT -o {self.cable} -j DROP")
 
-    def shape(self, netem: str) -> None:
-        sh(f"tc qdisc add dev {self.cable} root netem {netem}")
-        sh(f"tc -n {self.name} qdisc add dev eth0 root netem {netem}")
+    def throttle(self, rate: str) -> None:
+        """Towards us; of netem, which could also delay, not every kernel knows."""
+        sh(f"tc -n {self.name} qdisc add dev eth0 root tbf rate {rate} burst 64kb latency 50ms")
+
+    def lose(self, share: float) -> None:
+        sh(f"iptables -A INPUT -i {self.cable} -m statistic --mode random --probability {share} -j DROP")
 
     def heal(self) -> None:
         """Undo whatever was done."""
         for command in (
             f"iptables -D INPUT -i {self.cable} -j DROP",
             f"iptables -D OUTPUT -o {self.cable} -j DROP",
-            f"tc qdisc del dev {self.cable} root",
+            f"iptables -D INPUT -i {self.cable} -m statistic --mode random --probability {LOSS} -j DROP",
             f"tc -n {self.name} qdisc del dev eth0 root",
             f"ip link set {self.cable} up",
         ):
@@ -227,7 +231,8 @@ def test_large_batches_over_a_slow_and_lossy_link_are_no_loss(
     hosts: list[Host], caplog: pytest.LogCaptureFixture
 ) -> None:
     for host in hosts:
-        host.shape("delay 50ms rate 40mbit loss 0.5%")
+        host.throttle("40mbit")
+        host.lose(LOSS)
     graph = IterableWrapper(range(16)).sharding_filter().map(large)
     with DataLoader2(graph, reading_service=service(hosts)) as loader:
         assert [(float(batch[0]), batch.numel()) for batch in loader] == [(float(i), 500_000) for i in range(16)]
