@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 MINUTES ?= 5
 
-.PHONY: demo test check bench chaos clean
+.PHONY: demo test check bench chaos network clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -23,6 +23,9 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python benchmarks/throughput.py
+
+network: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m network
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(MINUTES)

@@ -190,7 +190,7 @@ class Client:
         """
         self._check_process()
         with self._changed:
-            self._check_usable()
+            self._check_open()
             item = self._merge.next() if epoch == self._session.epoch else Signal.EXHAUSTED
             if item is Signal.PENDING:
                 item = self._wait_for_item(epoch)
@@ -304,9 +304,7 @@ class Client:
         self._last_arrival = max(self._last_arrival, started)
         warn_at = started + WARN_AFTER_S
         while not done():
-            self._raise_error()
-            if self._closed:
-                raise ClosedError(FINALIZED)
+            self._check_usable()
             now = time.monotonic()
             if now >= warn_at:
                 warn_at = now + WARN_AFTER_S
@@ -360,9 +358,12 @@ class Client:
             )
 
     def _check_usable(self) -> None:
+        self._check_open()
+        self._raise_error()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(FINALIZED)
-        self._raise_error()
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -406,6 +407,10 @@ class Client:
             logger.debug("! %s", error)
             self._error = error
         self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def arrived(self, worker: int) -> None:
         """Something came from a worker."""
@@ -587,6 +592,8 @@ class _IOThread:
 
     def _arrive(self, arrival: Arrival) -> None:
         header, now = arrival.header, time.monotonic()
+        if self._client.failed:
+            return  # what has arrived is still handed out, and then the error is raised
         client, session, merge = self._client, self._client.session, self._client.merge
         if header is None or arrival.error is not None:
             logger.warning("! a data message was dropped: %s", arrival.error)

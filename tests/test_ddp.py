@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, islice
@@ -199,10 +199,17 @@ def resume(state: dict[str, Any], workers: Any, **options: Any) -> list[list[Any
         return [list(loader) for _ in range(2)]
 
 
+def thread_name(task: str) -> str:
+    """Of a thread of this process; empty if it has ended meanwhile."""
+    with suppress(OSError):
+        return Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    return ""
+
+
 def left_behind() -> list[str]:
     """Threads, children, and what else torchdata and this project start in a rank."""
     gc.collect()  # FullSync ends its thread with itself
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    names = list(filter(None, map(thread_name, os.listdir("/proc/self/task"))))
     children = [each for each in psutil.Process().children() if "resource_tracker" not in " ".join(each.cmdline())]
     threads = [each for each in threading.enumerate() if each is not threading.main_thread()]
     return [*map(repr, threads), *map(repr, children), *(name for name in names if name.startswith("ZMQ"))]

@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.network, pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]
 
 
 def sh(command: str) -> None:
