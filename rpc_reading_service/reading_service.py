@@ -127,8 +127,10 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         worker_reset_fn: called in each worker at the start of each epoch with the graph, a ``WorkerInfo`` and a
             ``SeedGenerator``; returns the graph to use
         pickle_by_value: modules, or their names, that are sent along and need not be installed on the workers
+        keys: none in this version, which has no encryption: any other value is refused
         prefetch_bytes: upper bound of all batches in flight or waiting, in bytes; one batch per worker may always
             move; by default a quarter of the free memory, at most 2 GiB
+        transport: ``"auto"`` or ``"tcp"``; in this version both are TCP, and ``"shm"``, shared memory, is refused
         share_workers: in a distributed training (``torch.distributed`` is initialized) every rank takes its own share
             of the daemons: ``workers[rank::world_size]`` if there are enough, else an even part of the slots of one;
             False: this rank may use all of ``workers``
@@ -151,9 +153,12 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         worker_init_fn: InitFn | None = None,
         worker_reset_fn: ResetFn | None = None,
         pickle_by_value: Sequence[str | ModuleType] = (),
+        keys: None = None,
         prefetch_bytes: int | None = None,
+        transport: str = "auto",
         share_workers: bool = True,
     ) -> None:
+        _not_in_this_version(keys, transport)
         self._options = Options(
             workers=_check_workers(workers),
             num_workers=_at_least(1, "num_workers", num_workers, optional=True),
@@ -452,6 +457,16 @@ def _pickled(function: Any) -> bytes:
 
 
 # Arguments.
+
+
+def _not_in_this_version(keys: object, transport_name: str) -> None:
+    if keys is not None:
+        raise ValueError(
+            "keys: this version has neither encryption nor authentication, so it takes no keys; use it on loopback or "
+            "on a trusted network only"
+        )
+    if _one_of(("auto", "tcp", "shm"), "transport", transport_name) == "shm":
+        raise ValueError("transport='shm': this version moves batches over TCP only, also on one host; use 'auto'")
 
 
 def _check_workers(workers: Sequence[str] | str | int | None) -> tuple[str, ...] | int | None:
