@@ -90,7 +90,9 @@ def serve(options: DaemonOptions, lifeline: socket.socket | None) -> int:
         if lifeline is not None:
             lifeline.sendall(ready.encode() + b"\n")
         return daemon.run()
-    except (RuntimeError, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        return 0
+    except RuntimeError as error:
         click.echo(f"rpc-reading-worker: {error}", err=True)
         return EXIT_CANNOT_START
     finally:

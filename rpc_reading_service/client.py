@@ -1,12 +1,12 @@
 """The training process's end of a session; knows nothing of torchdata.
 
-Two threads. The I/O thread owns every socket: it feeds what arrives to ``protocol`` and ``merge`` and carries out the
+Two threads. The I/O thread owns every socket: it feeds what arrives to ``session`` and ``merge`` and carries out the
 actions that come out. The thread of the training loop takes batches from ``merge`` and decodes them. Both pure objects
 are guarded by one lock; what they decide under it is carried out outside it.
 
     training loop    next() -> merge.next -> codec.decode -> the user's batch
-                       |  waits on the condition; credit: a note to protocol, and a wake
-    I/O thread       poll -> receive into fresh memory -> merge.add -> notify; protocol.receive; protocol.tick
+                       |  waits on the condition; credit: a note to session, and a wake
+    I/O thread       poll -> receive into fresh memory -> merge.add -> notify; session.receive; session.tick
 """
 
 import logging
@@ -21,6 +21,7 @@ import msgspec
 
 from rpc_reading_service import codec, messages, protocol, transport
 from rpc_reading_service.errors import (
+    AddressError,
     ClosedError,
     ConnectError,
     RPCReadingError,
@@ -248,6 +249,9 @@ class Client:
             known = self._session.workers[worker]
             if now - latest > DATA_SILENCE_S and known.state is protocol.WorkerState.RUNNING:
                 self._asked[worker] = now
+                self._give_credit(
+                    worker
+                )  # it counts from the start, so once more does no harm if the last one was lost
                 self._session.tell(known.address, AskStack(self._options.session, worker, known.attempt))
                 self._waker.wake()
 
@@ -409,6 +413,10 @@ class Client:
         self._changed.notify_all()
 
     @property
+    def connect_timeout(self) -> float:
+        return self._options.connect_timeout
+
+    @property
     def failed(self) -> bool:
         return self._error is not None
 
@@ -508,23 +516,27 @@ class _IOThread:
                 frames: list[transport.Frame] = [messages.encode(action.message)]
                 if action.payload is not None:
                     frames.append(action.payload)
-                if not self._dealers[action.address].send(frames):
-                    self._forget(action.address)
-                    self._connect(action.address)
+                dealer = self._dealers.get(action.address)
+                if dealer is not None and not dealer.send(frames):
+                    self._reconnect(action.address)
             case ConnectData():
                 endpoint = self._pull.connect(action.address, action.port)
                 self._endpoints[action.worker, action.attempt] = endpoint
             case DisconnectData():
                 self._disconnect(action.worker, action.attempt)
             case Reconnect():
-                self._forget(action.address)
-                self._connect(action.address)
+                self._reconnect(action.address)
+            case FailToConnect():
+                if not self._client.failed:
+                    self._fail_to_connect(action)
             case _:
                 with self._client.lock:
                     self._conclude(action)
 
     def _conclude(self, action: Action) -> None:
         match action:
+            case Drop() if action.epoch != self._client.merge.epoch:
+                pass  # the next epoch was started meanwhile
             case Drop():
                 self._client.merge.end(action.worker)
                 logger.warning("going on without the rest of shard %d: %s", action.worker, action.reason)
@@ -533,18 +545,30 @@ class _IOThread:
                 self._client.fail(action.error)
             case FailRemotely():
                 self._client.fail(remote_error(action))
-            case FailToConnect():
-                reasons = [f"{address}: {transport.diagnose(address)}" for address in action.addresses]
-                text = f"no answer within connect_timeout={self._client._options.connect_timeout:g} s from "
-                self._client.fail(ConnectError(text + "; ".join(reasons)))
+
+    def _fail_to_connect(self, action: FailToConnect) -> None:
+        reasons = [f"{address}: {transport.diagnose(address)}" for address in action.addresses]
+        text = f"no answer within connect_timeout={self._client.connect_timeout:g} s from {'; '.join(reasons)}"
+        with self._client.lock:
+            self._client.fail(ConnectError(text))
 
     def _connect(self, address: str) -> None:
         dealer = self._dealers[address] = self._context.dealer(address)
         self._poller.watch(dealer.raw)
         self._poller.watch(dealer.raw_monitor)
 
+    def _reconnect(self, address: str) -> None:
+        self._forget(address)
+        try:
+            self._connect(address)
+        except AddressError as error:  # its name may resolve again later; the session tries
+            with self._client.lock:
+                self._client.session.links[address].trouble = str(error)
+
     def _forget(self, address: str) -> None:
-        dealer = self._dealers.pop(address)
+        dealer = self._dealers.pop(address, None)
+        if dealer is None:
+            return
         self._poller.forget(dealer.raw)
         self._poller.forget(dealer.raw_monitor)
         dealer.close()

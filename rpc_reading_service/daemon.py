@@ -53,6 +53,7 @@ from rpc_reading_service.messages import (
     Welcome,
     WorkerExited,
     WorkerFailed,
+    WorkerMessage,
 )
 
 logger = logging.getLogger(__name__)
@@ -429,6 +430,8 @@ class Daemon:
         if worker is not None:
             frames = [messages.encode(message)]
             worker.channel.send(frames if payload is None else [*frames, payload])
+        elif session.ending is None:  # what said so may have been lost with a connection
+            self._exited(session, message, "is not there any more")
 
     def _relay_up(self, session: Session, worker: WorkerProcess) -> None:
         try:
@@ -436,7 +439,7 @@ class Daemon:
                 worker.failed |= isinstance(messages.decode(frames[0], FromWorker), WorkerFailed)
                 self._router.send(session.identity, frames)
         except (EOFError, msgspec.DecodeError):
-            pass  # its exit, or the kill that follows, says the rest
+            pass  # its exit says the rest
 
     def _look_after(self, session: Session, now: float) -> None:
         """What its workers say, which of them are gone, and whether the client still is there."""
@@ -483,7 +486,7 @@ class Daemon:
         if not asked and not worker.failed:
             self._exited(session, worker.start, reason, batch)
 
-    def _exited(self, session: Session, start: StartWorker, reason: str, batch: int | None = None) -> None:
+    def _exited(self, session: Session, start: WorkerMessage, reason: str, batch: int | None = None) -> None:
         self._send(session.identity, WorkerExited(session.session, start.worker, start.attempt, reason, batch))
 
     # The end of a session.

@@ -19,7 +19,7 @@ import msgspec
 from rpc_reading_service import codec, messages, protocol, transport
 from rpc_reading_service.errors import RPCReadingError
 from rpc_reading_service.merge import Entry, Failure, Merge, Signal
-from rpc_reading_service.messages import Credit, EndOfShard, Opened, ShardError, StartWorker
+from rpc_reading_service.messages import Batches, Credit, EndOfShard, Opened, ShardError, StartWorker
 from rpc_reading_service.stream import Arrival, Packer, Parcel, StreamReader
 
 QUEUE_ELEMENTS = 100_000
@@ -188,7 +188,7 @@ class DispatchMailbox:
                 return
             if self._sated[worker]:
                 return
-            if len(self._queues[worker]) >= QUEUE_ELEMENTS:
+            if parcel.kind is Batches and len(self._queues[worker]) >= QUEUE_ELEMENTS:
                 raise BufferError(
                     f"sharding_round_robin_dispatch holds {QUEUE_ELEMENTS} elements for worker {worker}, which takes "
                     "none while another waits for its own; let every worker use as many elements for a batch"

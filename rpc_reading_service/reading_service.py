@@ -235,7 +235,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             )
         payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
         options.check_ranks(own_daemons=False)
-        addresses = self._addresses(extra=payload.dispatching)
+        addresses = self._addresses(options, extra=payload.dispatching)
         session = options.for_session(payload, own_daemons=self._daemons is not None)
         client = source.client = Client(addresses, session, options.in_order)
         source.pin = _pin if options.pin_memory and _can_pin() else None
@@ -252,15 +252,15 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
         return self._end
 
-    def _addresses(self, extra: int) -> list[str]:
-        workers = self._options.workers
+    def _addresses(self, options: Options, extra: int) -> list[str]:
+        workers = options.workers
         if isinstance(workers, tuple):
             return list(workers)
         from_environment = os.environ.get(WORKERS_VARIABLE) if workers is None else None
         if from_environment:
             return _parse_addresses(from_environment.split(","), f"the environment's {WORKERS_VARIABLE}")
-        self._options.check_ranks(own_daemons=True)
-        slots = workers or self._options.num_workers or local_slots()
+        options.check_ranks(own_daemons=True)
+        slots = workers or options.num_workers or local_slots()
         self._daemons = LocalDaemons([slots + extra])
         try:
             return self._daemons.addresses
@@ -295,7 +295,9 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     def checkpoint(self) -> bytes:
         """Where the training loop is, in under 2 KB; see ``checkpoint.State``."""
         if self._client is None or self._end is None or self._epoch == 0:
-            return checkpoint.dump(self._restored) if self._restored else b""
+            return b""
+        if self._restored is not None:
+            return checkpoint.dump(self._restored)
         consumed, turn, skip = self._end.position()
         state = checkpoint.State(
             num_workers=len(consumed),

@@ -120,9 +120,10 @@ class Reconnect(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Go on without the rest of this shard."""
+    """Go on without the rest of this shard in this epoch."""
 
     worker: int
+    epoch: int
     reason: str
 
 
@@ -385,6 +386,7 @@ class ClientSession:
             return
         link.state = LinkState.OPEN
         link.was_open = True
+        link.boot = ""  # the next heartbeat tells; the daemon may have been restarted since it was greeted
         link.held = message.slots
         link.has_graph = message.has_graph  # a daemon that was restarted meanwhile has lost it
         if self.workers:
@@ -468,7 +470,8 @@ class ClientSession:
         link.trouble = message.reason
         link.refused_at = now
         if self.workers and message.kind not in ("version", "graph"):
-            link.state = LinkState.OPEN if link.held else LinkState.GREETED
+            stays = LinkState.GREETING if message.kind == "draining" else LinkState.GREETED
+            link.state = LinkState.OPEN if link.held else stays
             self._place_vacant(now)
             return
         error = {"version": VersionError, "slots": SlotsError, "graph": GraphError}.get(message.kind, ConnectError)
@@ -612,6 +615,8 @@ class ClientSession:
         Args:
             batch: that it was in the middle of
         """
+        if self.closed:
+            return
         worker = self.workers[worker_id]
         if worker.attempt != attempt or worker.state in (_S.VACANT, _S.CLOSED):
             return
@@ -636,7 +641,7 @@ class ClientSession:
             return self._fail(WorkerLostError(worker.last_loss))
         if policy == "drop" and worker.worker in self._unfinished:
             self._unfinished.discard(worker.worker)
-            self._actions.append(Drop(worker.worker, worker.last_loss))
+            self._actions.append(Drop(worker.worker, self.epoch, worker.last_loss))
         if worker.failed_starts >= MAX_FAILED_STARTS:
             text = f"{worker.last_loss}, for the {MAX_FAILED_STARTS}th time in a row while it was being started"
             return self._fail(WorkerLostError(text))
@@ -727,8 +732,9 @@ class ClientSession:
         """A daemon that is ending need not wait for a session that has no shard there any more."""
         for link in self.links.values():
             if link.draining and link.held and not any(w.address == link.address for w in self.workers):
-                link.state, link.held = LinkState.GREETED, 0
                 self._send(link, CloseSession(self.options.session))
+                # Greeted until one answers that stays: this daemon, after its restart.
+                link.state, link.held, link.has_graph, link.draining = LinkState.GREETING, 0, False, False
 
     def _has_room(self, workers: int) -> bool:
         """Whether so many more workers seem to fit on daemons that are not ending."""
@@ -746,7 +752,8 @@ class ClientSession:
             self._lose_link(link, f"ended the session: {message.reason}", now)
 
     def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
-        if link.boot and message.boot != link.boot and link.state is LinkState.OPEN:
+        link.boot = link.boot or message.boot
+        if message.boot != link.boot and link.state is LinkState.OPEN:
             self._lose_link(link, "was restarted", now)
 
     # Time.

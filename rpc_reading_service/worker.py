@@ -254,7 +254,10 @@ class Runner:
             return self._fail(error)
         # User code can reach the batch's memory as soon as it goes on.
         copies = [buffers.snapshot(buffer) for buffer in encoded.buffers]
-        self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
+        try:
+            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
+        except BufferError as error:
+            return self._fail(error)
         self._seq += 1
 
     def _put(self, parcel: Parcel) -> None:

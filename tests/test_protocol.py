@@ -945,7 +945,7 @@ def test_raise_fails_at_the_first_loss() -> None:
 def test_drop_gives_up_the_shard_and_replaces_its_worker_for_the_next_epoch() -> None:
     played = running(2, on_worker_loss="drop")
     played.exited(1)
-    assert played.take(Drop) == [Drop(1, "worker 1 on a (pid 42) was killed by SIGKILL")]
+    assert played.take(Drop) == [Drop(1, played.session.epoch, "worker 1 on a (pid 42) was killed by SIGKILL")]
     played.ready(1)
     assert played.take(StartEpoch) == []
     assert played.states() == [S.RUNNING, S.STANDBY]
@@ -1128,8 +1128,15 @@ def test_a_broken_connection_to_a_daemon_that_holds_nothing_is_nothing() -> None
     assert played.take() == []
 
 
+def test_a_daemon_that_was_restarted_before_it_was_needed_is_not_lost() -> None:
+    played = running(1)
+    played.receive("a", HeartbeatReply(SESSION, "1" * 32))
+    assert played.session.workers[0].last_loss == ""
+
+
 def test_a_restarted_daemon_is_lost_and_greeted_again() -> None:
     played = running(1)
+    played.receive("a", HeartbeatReply(SESSION, BOOT))
     played.receive("a", HeartbeatReply(SESSION, "1" * 32))
     assert played.session.workers[0].last_loss == "worker 0 on a (pid 42) is lost: a was restarted"
     assert played.session.links["a"].state is LinkState.GREETING
