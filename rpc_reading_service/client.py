@@ -144,8 +144,7 @@ class Client:
         if self._merge.num_workers == total:
             return
         self._merge = Merge(total, self._in_order)
-        budget = max(1, self._options.prefetch_bytes // total)
-        self._meters = [protocol.CreditMeter(budget) for _ in range(total)]
+        self._meters = [protocol.CreditMeter(self._options.bytes_per_worker(total)) for _ in range(total)]
         self._reported = [0] * total
 
     def _progress(self, worker: int) -> tuple[int, int]:

@@ -173,6 +173,10 @@ class SessionOptions:
     dispatching: bool = False
     pool: Pool | None = None
 
+    def bytes_per_worker(self, num_workers: int) -> int:
+        """Each worker's share of ``prefetch_bytes``: its window and the client's meter go by the same."""
+        return max(1, self.prefetch_bytes // num_workers)
+
 
 class LinkState(Enum):
     """How far the client has got with one daemon."""
@@ -407,7 +411,7 @@ class ClientSession:
         worker.pid = worker.port = 0
         worker.change(_E.START, now)
         total, options = self.num_shards, self.options
-        budget = max(1, options.prefetch_bytes // total)
+        budget = options.bytes_per_worker(total)
         message = StartWorker(options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget)
         self._send(link, message)
         self._leave_draining()
