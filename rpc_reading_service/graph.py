@@ -39,13 +39,14 @@ from torchdata.datapipes.iter import FullSync, IterDataPipe, PinMemory, Prefetch
 
 from rpc_reading_service.errors import GraphError, GraphPickleError
 from rpc_reading_service.messages import CHUNK_BYTES
+from rpc_reading_service.transport import Deadline
 
 InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
 ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
 IterResetFn: TypeAlias = Callable[[DataPipe], DataPipe]
 
 JOIN_POLL_S = 0.01
-"""How often a pause looks whether torchdata's prefetch thread has noticed."""
+"""How often a look is taken at how far torchdata's prefetch thread is."""
 
 
 # In the training process: split, and pickle.
@@ -409,6 +410,43 @@ def _pause_prefetcher(prefetcher: Prefetcher) -> None:
         return
     state.run_prefetcher = False
     while thread.is_alive() and not state.paused and not state.stop_iteration:
+        thread.join(JOIN_POLL_S)
+
+
+def leave(end: DataPipe, deadline: Deadline) -> None:
+    """Bring an epoch that is left early to where it is left on every rank.
+
+    ``FullSync`` fetches one element ahead, and a ``Prefetcher`` behind it several. A rank that stops its threads before
+    they have begun a collective which another rank has begun is one behind from then on: the other one waits for it
+    until it begins the next epoch, which then ends too early on both. So a ``Prefetcher`` first fills its buffer.
+    """
+    working = _at_work(end)
+    for prefetcher in list_dps(traverse_dps(end)) if working else ():
+        if isinstance(prefetcher, Prefetcher) and find_dps(traverse_dps(prefetcher), FullSync):
+            _fill(prefetcher, deadline)
+    keep_collectives(end)
+
+
+def keep_collectives(end: DataPipe) -> None:
+    """Let no ``FullSync`` cancel what it has submitted to its thread."""
+    for fullsync in _at_work(end):
+        fullsync._executor._futures.clear()
+
+
+def _at_work(end: DataPipe) -> list[FullSync]:
+    return [fullsync for fullsync in find_dps(traverse_dps(end), FullSync) if fullsync._executor is not None]
+
+
+def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:
+    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    while (
+        thread is not None
+        and state is not None
+        and state.run_prefetcher
+        and len(state.prefetch_buffer) < state.buffer_size
+        and thread.is_alive()
+        and not deadline.expired
+    ):
         thread.join(JOIN_POLL_S)
 
 

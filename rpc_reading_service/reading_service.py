@@ -273,6 +273,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     ) -> IterResetFn | None:
         """Draw the epoch's seeds and let every worker begin."""
         client, end = self._initialized()
+        graph.leave(self._end_datapipe, transport.Deadline(self._options.timeout))
         state, self._restored = self._restored, None
         again = state is not None and self._seeds.begins_again(seed_generator, state.received, state.torch_before)
         if state is None or (state.ended and not again):
@@ -336,6 +337,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         """End the workers, and the daemons that were started here. Idempotent; safe half-built and at exit."""
         finalizer = vars(self).get("_finalizer")
         if finalizer is not None:
+            if self._end_datapipe is not None:
+                graph.keep_collectives(self._end_datapipe)
             finalizer()
 
     def _initialized(self) -> "tuple[Client, _End]":

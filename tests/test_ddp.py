@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +47,7 @@ SLOTS = 3
 N = 108  # for each number of workers here, all ranks get as many
 SEED = 7
 SOON_S = 10.0
+LEAVING_S = 0.5
 TIMEOUT_S = 60.0
 
 ENVIRONMENT = {
@@ -162,6 +164,20 @@ def epochs(
     torch.manual_seed(dist.get_rank())
     with closing(load(workers, kind, n, seed, order, **options)) as loader:
         return [list(islice(loader, stop)) for stop in stops]
+
+
+def left_before_a_collective(workers: Any, stop: int) -> list[list[Any]]:
+    """Two epochs; on rank 0 the thread of ``FullSync`` is busy elsewhere when the first one is left."""
+    with closing(load(workers, "plain", N, SEED)) as loader:
+        iterator = iter(loader)
+        taken = list(islice(iterator, stop - 1))
+        if dist.get_rank() == 0:
+            (fullsync,) = find_dps(traverse_dps(loader.datapipe), FullSync)
+            wait([fullsync._executor._futures[0]])
+            left = threading.Event()
+            fullsync._executor._executor.submit(left.wait)
+            threading.Timer(LEAVING_S, left.set).start()
+        return [[*taken, next(iterator)], list(loader)]
 
 
 def refusal(workers: Any, **options: Any) -> tuple[str, str, float]:
@@ -414,6 +430,14 @@ def test_an_epoch_that_all_ranks_leave_early_changes_nothing_in_the_next(
     for expected, found in zip(whole, left, strict=True):
         assert values(found[0]) == values(expected[0])[:5]
         assert values(found[-1]) == values(expected[-1])
+
+
+def test_a_rank_takes_part_in_every_collective_that_the_others_have_begun(two_ranks: Ranks, daemons: list[str]) -> None:
+    whole = two_ranks.run(epochs, daemons)
+    left = two_ranks.run(left_before_a_collective, daemons, stop=5)
+    for (first, second), (taken, rest) in zip(whole, left, strict=True):
+        assert values(taken) == values(first)[:5]
+        assert values(rest) == values(second)
 
 
 def test_a_dispatching_worker_feeds_the_workers_of_its_rank(two_ranks: Ranks, daemons: list[str]) -> None:
