@@ -31,6 +31,7 @@ from rpc_reading_service.messages import (
     AskStack,
     CloseSession,
     ConnectFeed,
+    CountedMessage,
     Credit,
     Draining,
     FromClient,
@@ -46,6 +47,7 @@ from rpc_reading_service.messages import (
     Refused,
     Resume,
     SessionClosed,
+    SessionMessage,
     SessionOpened,
     StartEpoch,
     StartWorker,
@@ -166,6 +168,8 @@ class Session:
     client: str
     identity: bytes
     connection: int
+    received: int
+    sent: int = 0
     slots: int = 0
     graph: StoredGraph | None = None
     workers: dict[tuple[int, int], WorkerProcess] = field(default_factory=dict)
@@ -248,7 +252,7 @@ class Daemon:
         self._stopping = reason
         self._drain_until = time.monotonic() + self.options.grace
         for session in self._sessions.values():
-            self._send(session.identity, Draining(session.session, reason, self.options.grace))
+            self._tell(session, Draining(session.session, reason, self.options.grace))
 
     def stop(self, reason: str) -> None:
         """End every session, then the daemon."""
@@ -329,6 +333,10 @@ class Daemon:
             )
             return
         session.identity, session.connection, session.orphaned_at = identity, connection, None
+        self._handle(session, message, payload, now)
+        session.received += 1
+
+    def _handle(self, session: Session, message: Any, payload: bytes | None, now: float) -> None:
         match message:
             case GraphChunk():
                 self._graph_chunk(session, message, payload or b"")
@@ -340,7 +348,8 @@ class Daemon:
             case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
                 self._relay_down(session, message, payload)
             case Heartbeat():
-                self._send(identity, HeartbeatReply(session.session, self.boot))
+                if self._is_in_step(session, message):
+                    self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
             case CloseSession():
                 self._end(session, "")
 
@@ -366,28 +375,38 @@ class Daemon:
         session = self._sessions.get(message.session)
         if session is not None and session.ending is not None:
             return self._send(identity, Refused("session", f"{session} is ending here; ask again"))
+        if session is not None:
+            session.identity, session.connection, session.orphaned_at = identity, connection, None
+            if not self._is_in_step(session, message):
+                return
+            session.received += 1
         if self._stopping is not None:
             return self._send(identity, Refused("draining", f"the daemon is ending: {self._stopping}"))
         held = session.slots if session else 0
-        wanted = held + self.free if message.slots is None else message.slots
-        if wanted > held + self.free or wanted == 0:
+        if message.slots > held + self.free:
             return self._send(identity, Refused("slots", self._no_slots(message)))
         if session is None:
-            session = Session(message.session, message.client, identity, connection)
+            session = Session(message.session, message.client, identity, connection, message.sent + 1)
             self._sessions[message.session] = session
-            logger.info("= %s is open, on %d slots", session, wanted)
-        session.slots = max(held, wanted)
+            logger.info("= %s is open, on %d slots", session, message.slots)
+        session.slots = max(held, message.slots)
         session.graph = session.graph or self._graphs.get(message.graph)
         has_graph = session.graph is not None
         session.graph = session.graph or StoredGraph(message.graph, message.graph_bytes)
-        self._send(identity, SessionOpened(session.session, session.slots, has_graph))
+        self._tell(session, SessionOpened(session.session, session.sent, session.slots, has_graph))
+
+    def _is_in_step(self, session: Session, message: CountedMessage | StartWorker) -> bool:
+        """Whether everything has arrived that the client has sent; if not, the session starts again here."""
+        if message.sent != session.received:
+            lost = f"of {message.sent} messages from the client, {session.received} have arrived"
+            self._end(session, f"some were lost with a broken connection: {lost}")
+        return session.ending is None
 
     def _no_slots(self, message: OpenSession) -> str:
         others = len(self._sessions) - (message.session in self._sessions)
-        wanted = "all" if message.slots is None else message.slots
         return (
             f"{self.free} of {self.options.slots} slots free on {self.address}: held by {others} "
-            f"session{'s' * (others != 1)}, while {wanted} were asked for"
+            f"session{'s' * (others != 1)}, while {message.slots} were asked for"
         )
 
     def _graph_chunk(self, session: Session, message: GraphChunk, payload: bytes) -> None:
@@ -401,7 +420,7 @@ class Daemon:
     # Workers.
 
     def _start_worker(self, session: Session, message: StartWorker) -> None:
-        if session.ending is not None:
+        if session.ending is not None or not self._is_in_step(session, message):
             return
         graph = session.graph
         if graph is None or not graph.complete:
@@ -437,6 +456,7 @@ class Daemon:
         try:
             for frames in worker.channel.receive_all():
                 worker.failed |= isinstance(messages.decode(frames[0], FromWorker), WorkerFailed)
+                session.sent += 1
                 self._router.send(session.identity, frames)
         except (EOFError, msgspec.DecodeError):
             pass  # its exit says the rest
@@ -487,7 +507,7 @@ class Daemon:
             self._exited(session, worker.start, reason, batch)
 
     def _exited(self, session: Session, start: WorkerMessage, reason: str, batch: int | None = None) -> None:
-        self._send(session.identity, WorkerExited(session.session, start.worker, start.attempt, reason, batch))
+        self._tell(session, WorkerExited(session.session, start.worker, start.attempt, reason, batch))
 
     # The end of a session.
 
@@ -518,6 +538,10 @@ class Daemon:
         logger.info("= %s is closed", session)
         if not session.ending:
             self._send(session.identity, SessionClosed(session.session, ""))
+
+    def _tell(self, session: Session, message: SessionMessage) -> None:
+        session.sent += 1
+        self._send(session.identity, message)
 
     def _send(self, identity: bytes, message: Message) -> None:
         logger.debug("> %s", message)

@@ -413,28 +413,36 @@ def _pause_prefetcher(prefetcher: Prefetcher) -> None:
         thread.join(JOIN_POLL_S)
 
 
-def leave(end: DataPipe, deadline: Deadline) -> None:
-    """Bring an epoch that is left early to where it is left on every rank.
+class Collectives:
+    """The ``FullSync`` DataPipes that stay in the training process, and the ``Prefetcher`` behind them.
 
     ``FullSync`` fetches one element ahead, and a ``Prefetcher`` behind it several. A rank that stops its threads before
     they have begun a collective which another rank has begun is one behind from then on: the other one waits for it
-    until it begins the next epoch, which then ends too early on both. So a ``Prefetcher`` first fills its buffer.
+    until it begins the next epoch, which then ends too early on both.
+
+    Args:
+        end: what stays in the training process
     """
-    working = _at_work(end)
-    for prefetcher in list_dps(traverse_dps(end)) if working else ():
-        if isinstance(prefetcher, Prefetcher) and find_dps(traverse_dps(prefetcher), FullSync):
-            _fill(prefetcher, deadline)
-    keep_collectives(end)
 
+    def __init__(self, end: DataPipe) -> None:
+        datapipes = list_dps(traverse_dps(end))
+        self._fullsyncs = [dp for dp in datapipes if isinstance(dp, FullSync)]
+        self._prefetchers = [
+            dp for dp in datapipes if isinstance(dp, Prefetcher) and find_dps(traverse_dps(dp), FullSync)
+        ]
 
-def keep_collectives(end: DataPipe) -> None:
-    """Let no ``FullSync`` cancel what it has submitted to its thread."""
-    for fullsync in _at_work(end):
-        fullsync._executor._futures.clear()
+    def leave(self, deadline: Deadline) -> None:
+        """Bring an epoch that is left early to where it is left on every rank: each ``Prefetcher`` fills its buffer."""
+        if any(fullsync._executor is not None for fullsync in self._fullsyncs):
+            for prefetcher in self._prefetchers:
+                _fill(prefetcher, deadline)
+        self.keep()
 
-
-def _at_work(end: DataPipe) -> list[FullSync]:
-    return [fullsync for fullsync in find_dps(traverse_dps(end), FullSync) if fullsync._executor is not None]
+    def keep(self) -> None:
+        """Let no ``FullSync`` cancel what it has submitted to its thread."""
+        for fullsync in self._fullsyncs:
+            if fullsync._executor is not None:
+                fullsync._executor._futures.clear()
 
 
 def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:

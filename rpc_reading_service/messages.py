@@ -99,22 +99,27 @@ class SessionMessage(Message, frozen=True):
     """Drawn at random by the client: who knows it may use the session."""
 
 
-class OpenSession(SessionMessage, frozen=True):
-    """Client to daemon: hold slots for this session; repeated, it changes their number."""
+class CountedMessage(SessionMessage, frozen=True):
+    """Base of those that tell how many others there were: a connection that breaks and heals may lose some."""
+
+    sent: Count
+    """Messages of this session sent before this one, by whoever sends it, to whom it is sent."""
+
+
+class OpenSession(CountedMessage, frozen=True):
+    """Client to daemon: hold slots for this session; repeated until answered, and to change their number."""
 
     client: Text
     """As in Hello."""
-    slots: Count | None
-    """How many slots the session wants to hold here in all; None takes every free one."""
-    num_workers: Count
-    """Shards of the whole session, on all daemons; 0 while they are not known yet."""
+    slots: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    """How many slots the session wants to hold here in all."""
     graph: Annotated[str, Meta(min_length=64, max_length=64)]
     """SHA-256 of the pickled graph, in hexadecimal: a daemon keeps graphs by it."""
     graph_bytes: Count
     """Size of the pickled graph."""
 
 
-class SessionOpened(SessionMessage, frozen=True):
+class SessionOpened(CountedMessage, frozen=True):
     """The daemon holds these slots."""
 
     slots: Count
@@ -141,7 +146,7 @@ class SessionClosed(SessionMessage, frozen=True):
     """Empty if the client asked for it."""
 
 
-class Heartbeat(SessionMessage, frozen=True):
+class Heartbeat(CountedMessage, frozen=True):
     """Client to daemon, every ``session.HEARTBEAT_S`` from the client's I/O thread: the session is alive."""
 
 
@@ -154,7 +159,7 @@ class Draining(SessionMessage, frozen=True):
     """Seconds until it ends whatever is still running."""
 
 
-class HeartbeatReply(SessionMessage, frozen=True):
+class HeartbeatReply(CountedMessage, frozen=True):
     """The daemon's answer to a Heartbeat."""
 
     boot: Identifier
@@ -176,6 +181,8 @@ class WorkerMessage(SessionMessage, frozen=True):
 class StartWorker(WorkerMessage, frozen=True):
     """Client to daemon: run a shard in one of the session's slots."""
 
+    sent: Count
+    """As in CountedMessage: the graph must be here whole, and who had the slot must have been told to leave it."""
     num_workers: Count
     """``WorkerInfo.num_workers``."""
     prefetch_count: Annotated[int, Meta(ge=1)]

@@ -35,6 +35,7 @@ _INITIALIZED = {
     "_daemons",
     "_client",
     "_end_datapipe",
+    "_collectives",
     "_end",
     "_graph",
     "_epoch",
@@ -183,6 +184,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         self._daemons: LocalDaemons | None = None
         self._client: Client | None = None
         self._end_datapipe: DataPipe | None = None
+        self._collectives: graph.Collectives | None = None
         self._end: _End | None = None
         self._graph = ""
         self._epoch = 0
@@ -248,6 +250,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             self.finalize()
             raise
         self._end_datapipe = split.end
+        self._collectives = graph.Collectives(split.end)
         client.tracks_delivery = split.end is not source and graph.is_transparent(split.end, source)
         self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
         return self._end
@@ -273,7 +276,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     ) -> IterResetFn | None:
         """Draw the epoch's seeds and let every worker begin."""
         client, end = self._initialized()
-        graph.leave(self._end_datapipe, transport.Deadline(self._options.timeout))
+        if self._collectives is not None:
+            self._collectives.leave(transport.Deadline(self._options.timeout))
         state, self._restored = self._restored, None
         again = state is not None and self._seeds.begins_again(seed_generator, state.received, state.torch_before)
         if state is None or (state.ended and not again):
@@ -336,9 +340,9 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     def finalize(self) -> None:
         """End the workers, and the daemons that were started here. Idempotent; safe half-built and at exit."""
         finalizer = vars(self).get("_finalizer")
-        if finalizer is not None:
-            if self._end_datapipe is not None:
-                graph.keep_collectives(self._end_datapipe)
+        if finalizer is not None and finalizer.alive:  # dead ones may be asked when modules are gone already
+            if self._collectives is not None:
+                self._collectives.keep()
             finalizer()
 
     def _initialized(self) -> "tuple[Client, _End]":

@@ -41,6 +41,7 @@ from rpc_reading_service.messages import (
     Refused,
     Resume,
     SessionClosed,
+    SessionMessage,
     SessionOpened,
     Stack,
     StartEpoch,
@@ -209,6 +210,9 @@ class Link:
     dropped: float | None = None
     draining: bool = False
     was_open: bool = False
+    wanted: int = 0
+    sent: int = 0
+    received: int = 0
 
     def __str__(self) -> str:
         held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
@@ -374,18 +378,19 @@ class ClientSession:
     def _open(self, link: Link, slots: int, now: float) -> None:
         link.state = LinkState.OPENING
         link.heard = now  # silence counts from here
+        link.wanted = slots
+        self._ask_for_slots(link, now)
+
+    def _ask_for_slots(self, link: Link, now: float) -> None:
+        """Repeated until it is answered: the question, or its answer, may be lost with a connection."""
+        link.beat = now
         options = self.options
-        message = OpenSession(
-            options.session,
-            options.client,
-            slots,
-            options.num_workers or 0,
-            options.graph_digest,
-            options.graph_bytes,
-        )
-        self._send(link, message)
+        slots, digest = link.wanted, options.graph_digest
+        self._send(link, OpenSession(options.session, link.sent, options.client, slots, digest, options.graph_bytes))
 
     def _opened(self, link: Link, message: SessionOpened, now: float) -> None:
+        if not link.held:
+            link.received = message.sent
         if link.state is not LinkState.OPENING:
             return
         link.state = LinkState.OPEN
@@ -412,7 +417,9 @@ class ClientSession:
         worker.change(_E.START, now)
         total, options = self.num_shards, self.options
         budget = options.bytes_per_worker(total)
-        message = StartWorker(options.session, worker.worker, worker.attempt, total, options.prefetch_count, budget)
+        message = StartWorker(
+            options.session, worker.worker, worker.attempt, link.sent, total, options.prefetch_count, budget
+        )
         self._send(link, message)
         self._leave_draining()
 
@@ -431,6 +438,10 @@ class ClientSession:
         """One control message has arrived."""
         link = self.links[address]
         link.heard, link.dropped = now, None
+        self._handle(link, message, payload, now)
+        link.received += isinstance(message, SessionMessage)
+
+    def _handle(self, link: Link, message: FromDaemon, payload: bytes | None, now: float) -> None:
         match message:
             case Welcome():
                 self._guard(self._welcome, link, message, now)
@@ -710,10 +721,16 @@ class ClientSession:
     def link_dropped(self, address: str, now: float) -> None:
         """The connection broke: unless the daemon is heard again soon, it is lost."""
         link = self.links[address]
-        if link.state in (LinkState.OPENING, LinkState.OPEN):
+        if link.state is LinkState.OPENING:
             link.dropped = now
-            link.beat = now
-            self._send(link, Heartbeat(self.options.session))
+            self._ask_for_slots(link, now)
+        elif link.state is LinkState.OPEN:
+            link.dropped = now
+            self._beat(link, now)
+
+    def _beat(self, link: Link, now: float) -> None:
+        link.beat = now
+        self._send(link, Heartbeat(self.options.session, link.sent))
 
     def _drain(self, link: Link, message: Draining, now: float) -> None:
         logger.warning("%s is ending within %g s: %s", link.address, message.grace, message.reason)
@@ -757,8 +774,13 @@ class ClientSession:
 
     def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
         link.boot = link.boot or message.boot
-        if message.boot != link.boot and link.state is LinkState.OPEN:
+        if link.state is not LinkState.OPEN:
+            return
+        if message.boot != link.boot:
             self._lose_link(link, "was restarted", now)
+        elif message.sent != link.received:
+            lost = f"of {message.sent} messages that it has sent, {link.received} have arrived"
+            self._lose_link(link, f"lost some with a broken connection: {lost}", now)
 
     # Time.
 
@@ -777,9 +799,10 @@ class ClientSession:
                 self._actions.append(Reconnect(link.address))
             if link.state is LinkState.GREETING and now - link.greeted >= HELLO_S:
                 self._greet(link, now)
-            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.beat >= HEARTBEAT_S:
-                link.beat = now
-                self._send(link, Heartbeat(self.options.session))
+            elif link.state is LinkState.OPENING and now - link.beat >= HEARTBEAT_S:
+                self._ask_for_slots(link, now)
+            elif link.state is LinkState.OPEN and now - link.beat >= HEARTBEAT_S:
+                self._beat(link, now)
         self._check_deadlines(now)
 
     def _forgive(self, now: float) -> None:
@@ -840,4 +863,5 @@ class ClientSession:
         self._actions.append(Fail(error))
 
     def _send(self, link: Link, message: Message, payload: bytes | memoryview | None = None) -> None:
+        link.sent += isinstance(message, SessionMessage)
         self._actions.append(Send(link.address, message, payload))

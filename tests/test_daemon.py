@@ -275,7 +275,7 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
     session = "0" * 32
     frames = {
         "an unknown type": [msgspec.msgpack.encode(["Surprise", 5, {"a": "b"}])],
-        "a type of the other direction": [messages.encode(messages.HeartbeatReply(session, session))],
+        "a type of the other direction": [messages.encode(messages.HeartbeatReply(session, 0, session))],
         "wrong fields": [msgspec.msgpack.encode(["Hello", "one", 2, []]), b"payload"],
         "no message": [b"", b"", b""],
     }[what]
@@ -286,7 +286,7 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
             elements = [next(iterator) for _ in range(5)]
             stranger = context.dealer(daemon.address)
             stranger.send(frames)
-            stranger.send([messages.encode(messages.Heartbeat(session))])
+            stranger.send([messages.encode(messages.Heartbeat(session, 0))])
             answer = ask(stranger)
             assert isinstance(answer, messages.SessionClosed)
             assert answer.session == session

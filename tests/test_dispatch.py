@@ -110,7 +110,7 @@ class Dealer:
 
 
 def start(num_workers: int = 1, worker: int = 0, *, count: int = 2, nbytes: int = 1 << 20) -> StartWorker:
-    return StartWorker(SESSION, worker, 0, num_workers, count, nbytes)
+    return StartWorker(SESSION, worker, 0, 0, num_workers, count, nbytes)
 
 
 def parcel(seq: int, value: Any = None, epoch: int = 1) -> Parcel:
@@ -473,7 +473,8 @@ def test_the_outlet_takes_credit_and_lets_parcels_go() -> None:
 
 @pytest.mark.parametrize(
     "frames",
-    [[], [b""], [b"garbage"], [messages.encode(Heartbeat(SESSION))], [messages.encode(Limit(SESSION, 0, 0, 1, None))],
+    [[], [b""], [b"garbage"], [messages.encode(Heartbeat(SESSION, 0))],
+     [messages.encode(Limit(SESSION, 0, 0, 1, None))],
      [messages.encode(credit(consumed=1, session=OTHER))]],
     ids=["nothing", "empty", "garbage", "no worker's message", "no credit", "another session"],
 )  # fmt: skip

@@ -15,6 +15,7 @@ from rpc_reading_service.messages import (
     CONTROL_BYTES,
     PROTOCOL_VERSION,
     Batches,
+    CountedMessage,
     Credit,
     Data,
     FromClient,
@@ -43,7 +44,7 @@ UNIONS = {
 }
 MEMBERS = [(kind, name) for name, union in UNIONS.items() for kind in typing.get_args(union)]
 KINDS = sorted({kind for kind, _ in MEMBERS}, key=lambda kind: kind.__name__)
-BASES = {Message, SessionMessage, WorkerMessage, Data}
+BASES = {Message, CountedMessage, SessionMessage, WorkerMessage, Data}
 SESSION = "0123456789abcdef" * 2
 
 
@@ -221,7 +222,7 @@ def test_a_field_out_of_its_range_is_refused_by_place_and_limit(kind: type[Messa
 
 
 def test_an_identifier_does_not_end_in_a_newline() -> None:
-    frame = encode(Heartbeat("a" * 31 + "\n"))
+    frame = encode(Heartbeat("a" * 31 + "\n", 0))
     with pytest.raises(msgspec.DecodeError, match="matching regex"):
         decode(frame, FromClient)
 
@@ -243,7 +244,7 @@ def test_a_message_without_its_last_field_is_refused(kind: type[Message], union:
 
 def test_bytes_after_the_message_are_refused() -> None:
     with pytest.raises(msgspec.DecodeError, match="trailing characters"):
-        decode(encode(Heartbeat(SESSION)) + b"\0", FromClient)
+        decode(encode(Heartbeat(SESSION, 0)) + b"\0", FromClient)
 
 
 def test_text_that_is_not_utf_8_is_refused() -> None:
@@ -286,8 +287,8 @@ def check_decodes_or_is_refused(frame: bytes, union: str) -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (StartWorker(SESSION, 0, 0, 1, 0, 1), "Expected `int` >= 1"),
-        (StartWorker(SESSION, 0, 0, 1, 1, 0), "Expected `int` >= 1"),
+        (StartWorker(SESSION, 0, 0, 0, 1, 0, 1), "Expected `int` >= 1"),
+        (StartWorker(SESSION, 0, 0, 0, 1, 1, 0), "Expected `int` >= 1"),
         (WorkerReady(SESSION, 0, 0, 1, 65536), "Expected `int` <= 65535"),
         (WorkerReady(SESSION, 0, 0, 1, 0), "Expected `int` >= 1"),
     ],

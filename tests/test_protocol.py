@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -436,7 +437,11 @@ class Played:
         self.receive(address, Welcome(PROTOCOL_VERSION, versions, boot, f"host of {address}", slots, free, sessions))
 
     def opened(self, address: str, slots: int = 1, has_graph: bool = False) -> None:
-        self.receive(address, SessionOpened(SESSION, slots, has_graph))
+        self.receive(address, SessionOpened(SESSION, self.session.links[address].received, slots, has_graph))
+
+    def beat(self, address: str, boot: str = BOOT, lost: int = 0) -> None:
+        """The daemon answers a heartbeat; so many of its messages have not arrived."""
+        self.receive(address, HeartbeatReply(SESSION, self.session.links[address].received + lost, boot))
 
     def ready(self, worker: int, port: int = 6000) -> None:
         """The worker gets ready, and its data channel opens."""
@@ -509,7 +514,7 @@ def test_slots_are_held_once_every_daemon_has_answered() -> None:
     assert played.take(OpenSession) == []
     played.welcome("b", 3)
     assert played.take(OpenSession) == [
-        OpenSession(SESSION, "trainer (pid 1)", slots, 0, "d" * 64, 5) for slots in (2, 3)
+        OpenSession(SESSION, 0, "trainer (pid 1)", slots, "d" * 64, 5) for slots in (2, 3)
     ]
 
 
@@ -567,7 +572,10 @@ def test_the_shards_are_dealt_in_turn_and_the_graph_is_sent_once_a_daemon() -> N
     ]
     assert chunks == [(address, offset, part) for address in "ab" for offset, part in ((0, b"gra"), (3, b"ph"))]
     starts = [(a.address, a.message) for a in actions if isinstance(a.message, StartWorker)]
-    assert starts == [(place, StartWorker(SESSION, i, 0, 3, 2, 4_000_000 // 3)) for i, place in enumerate("aba")]
+    sent = [3, 3, 4]  # OpenSession and the graph; on a, worker 0 as well
+    assert starts == [
+        (place, StartWorker(SESSION, i, 0, sent[i], 3, 2, 4_000_000 // 3)) for i, place in enumerate("aba")
+    ]
 
 
 def test_a_graph_that_the_daemon_has_is_not_sent() -> None:
@@ -620,7 +628,7 @@ def test_a_daemon_that_answers_but_opens_nothing_is_not_counted_as_silent() -> N
     played = opening(1)
     played.take()
     for _ in range(40):
-        played.receive("a", HeartbeatReply(SESSION, BOOT))
+        played.beat("a")
         played.tick(1.0)
     assert played.take(FailToConnect) == []
 
@@ -671,7 +679,7 @@ def test_a_data_port_that_cannot_be_reached_is_named_with_the_remedy() -> None:
     played = started(1)
     played.receive("a", WorkerReady(SESSION, 0, 0, 42, 6000))
     for _ in range(31):
-        played.receive("a", HeartbeatReply(SESSION, BOOT))
+        played.beat("a")
         played.tick(1.0)
     fail = played.take(Fail)[0]
     assert isinstance(fail.error, ConnectError)
@@ -687,7 +695,7 @@ def test_a_graph_may_take_longer_to_build_than_connect_timeout(attempt: int) -> 
     if attempt:
         played.exited(0)
     for _ in range(40):
-        played.receive("a", HeartbeatReply(SESSION, BOOT))
+        played.beat("a")
         played.tick(1.0)
     played.receive("a", WorkerReady(SESSION, 0, attempt, 42, 6000))
     played.tick(0.5)
@@ -878,8 +886,8 @@ def test_an_answer_to_a_request_of_the_last_epoch_changes_nothing() -> None:
 
 def test_a_message_that_changes_no_state_can_be_sent() -> None:
     played = running(1)
-    played.session.tell("a", Heartbeat(SESSION))
-    assert played.session.take_actions() == [Send("a", Heartbeat(SESSION))]
+    played.session.tell("a", CloseSession(SESSION))
+    assert played.session.take_actions() == [Send("a", CloseSession(SESSION))]
 
 
 # Losses.
@@ -888,7 +896,7 @@ def test_a_message_that_changes_no_state_can_be_sent() -> None:
 def test_a_lost_shard_is_replayed_in_its_own_slot() -> None:
     played = running(2, progress={1: (5, 3)})
     played.exited(1)
-    assert played.take() == [DisconnectData(1, 0), StartWorker(SESSION, 1, 1, 2, 2, 2_000_000)]
+    assert played.take() == [DisconnectData(1, 0), StartWorker(SESSION, 1, 1, 7, 2, 2, 2_000_000)]
     played.ready(1)
     assert played.take(StartEpoch) == [StartEpoch(SESSION, 1, 1, 1, 5, 3)]
     assert played.session.workers[1].last_loss == "worker 1 on a (pid 42) was killed by SIGKILL"
@@ -906,7 +914,6 @@ def test_a_lost_shard_is_replayed_in_its_own_slot() -> None:
         Done(OTHER, 0, 0, 1),
         Stack(SESSION, 0, 0, 1, 5, 1.0, "in decode"),
         SessionClosed(OTHER, "x"),
-        HeartbeatReply(SESSION, BOOT),
         StopWorker(SESSION, 0, 0),
     ],
     ids=repr,
@@ -988,7 +995,7 @@ def test_a_worker_that_dies_again_and_again_while_it_starts_fails_the_session(wh
     for _ in range(MAX_FAILED_STARTS - 1 if when == "opening" else MAX_FAILED_STARTS):
         played.exited(0, "was killed by SIGSEGV")
         for _ in range(40):
-            played.receive("a", HeartbeatReply(SESSION, BOOT))
+            played.beat("a")
             played.tick(1.0)
         assert played.states() == [S.STARTING]
     assert played.take(Fail) == []
@@ -1010,7 +1017,7 @@ def test_a_shard_without_a_place_waits_for_timeout_and_then_says_where_it_looked
     played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))
     assert played.states() == [S.RUNNING, S.VACANT]
     for _ in range(61):
-        played.receive("a", HeartbeatReply(SESSION, BOOT))
+        played.beat("a")
         played.receive("a", Refused("slots", "0 of 1 slots free on a"))
         played.tick(1.0)
     fail = played.take(Fail)[0]
@@ -1061,7 +1068,7 @@ def test_a_daemon_with_no_share_is_asked_hours_later_without_being_taken_for_sil
     played.opened("a")
     played.ready(0)
     for _ in range(100):
-        played.receive("a", HeartbeatReply(SESSION, BOOT))
+        played.beat("a")
         played.tick(1.0)
     played.receive("a", SessionClosed(SESSION, "over"))
     played.take()
@@ -1077,7 +1084,7 @@ def test_a_daemon_with_no_share_is_asked_hours_later_without_being_taken_for_sil
 def test_open_links_are_told_that_the_session_is_alive() -> None:
     played = running(1)
     played.tick(HEARTBEAT_S)
-    assert played.take() == [Heartbeat(SESSION)]
+    assert [type(each) for each in played.take()] == [Heartbeat]
     played.tick(HEARTBEAT_S / 2)
     assert played.take() == []
 
@@ -1095,7 +1102,7 @@ def test_a_silent_daemon_is_lost_with_all_its_workers() -> None:
 def test_a_broken_connection_is_asked_at_once_and_lost_soon() -> None:
     played = running(1)
     played.session.link_dropped("a", played.now)
-    assert played.take() == [Heartbeat(SESSION)]
+    assert [type(each) for each in played.take()] == [Heartbeat]
     played.watch(DROPPED_S)
     assert played.take(Reconnect) == []
     played.tick(0.1)
@@ -1116,9 +1123,39 @@ def test_a_client_that_did_not_run_holds_nobodys_silence_against_him() -> None:
 def test_a_connection_that_comes_back_is_not_lost() -> None:
     played = running(1)
     played.session.link_dropped("a", played.now)
-    played.receive("a", HeartbeatReply(SESSION, BOOT))
+    played.beat("a")
     played.tick(DROPPED_S + 1)
     assert played.take(Reconnect) == []
+
+
+def test_a_connection_that_lost_messages_is_given_up() -> None:
+    played = running(2)
+    played.beat("a")
+    assert played.take(Reconnect) == []
+    played.beat("a", lost=1)
+    assert played.take(Reconnect) == [Reconnect("a")]
+    assert played.session.workers[0].last_loss == (
+        "worker 0 on a (pid 42) is lost: a lost some with a broken connection: of 5 messages that it has sent, 4 have "
+        "arrived"
+    )
+
+
+def test_heartbeats_tell_how_many_messages_came_before_them() -> None:
+    played = running(1)
+    counted = played.session.links["a"].sent
+    played.tick(HEARTBEAT_S)
+    played.tick(HEARTBEAT_S)
+    assert played.take(Heartbeat) == [Heartbeat(SESSION, counted), Heartbeat(SESSION, counted + 1)]
+
+
+def test_slots_are_asked_for_again_until_there_is_an_answer() -> None:
+    played = opening(2)
+    (asked,) = played.take(OpenSession)
+    played.tick(HEARTBEAT_S)
+    played.session.link_dropped("a", played.now)
+    assert played.take() == [msgspec.structs.replace(asked, sent=1), msgspec.structs.replace(asked, sent=2)]
+    played.opened("a", 2)
+    assert played.session.links["a"].state is LinkState.OPEN
 
 
 def test_a_broken_connection_to_a_daemon_that_holds_nothing_is_nothing() -> None:
@@ -1130,14 +1167,14 @@ def test_a_broken_connection_to_a_daemon_that_holds_nothing_is_nothing() -> None
 
 def test_a_daemon_that_was_restarted_before_it_was_needed_is_not_lost() -> None:
     played = running(1)
-    played.receive("a", HeartbeatReply(SESSION, "1" * 32))
+    played.beat("a", "1" * 32)
     assert played.session.workers[0].last_loss == ""
 
 
 def test_a_restarted_daemon_is_lost_and_greeted_again() -> None:
     played = running(1)
-    played.receive("a", HeartbeatReply(SESSION, BOOT))
-    played.receive("a", HeartbeatReply(SESSION, "1" * 32))
+    played.beat("a")
+    played.beat("a", "1" * 32)
     assert played.session.workers[0].last_loss == "worker 0 on a (pid 42) is lost: a was restarted"
     assert played.session.links["a"].state is LinkState.GREETING
     played.tick(HELLO_S)
@@ -1458,12 +1495,17 @@ class SimDaemon:
     def forget(self) -> None:
         """Start with no session."""
         self.known = self.has_graph = False
-        self.held = self.connection = 0
+        self.held = self.connection = self.sent = self.received = 0
         self.ending: str | None = None
         self.workers: dict[tuple[int, int], SimWorker] = {}
 
     def say(self, message: Message, connection: int | None = None) -> None:
         self.outbox.append((self.connection if connection is None else connection, message))
+
+    def tell(self, message: Message) -> None:
+        """As ``say``, and count it."""
+        self.say(message)
+        self.sent += 1
 
     def handle(self, connection: int, message: Message) -> None:
         free = self.slots - self.taken - self.held
@@ -1473,28 +1515,36 @@ class SimDaemon:
                 self.say(Welcome(PROTOCOL_VERSION, VERSIONS, boot, "host", self.slots, free, sessions), connection)
             case OpenSession() if self.ending is not None:
                 self.say(Refused("session", "it is ending here; ask again"), connection)
+            case OpenSession() if self.known and message.sent != self.received:
+                self.connection = connection
+                self.end("messages were lost")
             case OpenSession():
-                wanted = message.slots or 0
-                if wanted > self.held + free or wanted == 0:
+                self.received = message.sent + 1
+                if message.slots > self.held + free:
                     self.say(Refused("slots", f"{free} of {self.slots} slots free"), connection)
                     return
-                self.known, self.held, self.connection = True, max(self.held, wanted), connection
-                self.say(SessionOpened(SESSION, self.held, self.has_graph))
+                self.known, self.held, self.connection = True, max(self.held, message.slots), connection
+                self.tell(SessionOpened(SESSION, self.sent, self.held, self.has_graph))
             case _ if not self.known:
                 unknown = "" if isinstance(message, CloseSession) else "the daemon does not know it"
                 self.say(SessionClosed(SESSION, unknown), connection)
             case _:
                 self.connection = connection
                 self._in_session(message)
+                self.received += 1
 
     def _in_session(self, message: Any) -> None:
         match message:
+            case Heartbeat() if message.sent != self.received:
+                self.end("messages were lost")
             case Heartbeat():
-                self.say(HeartbeatReply(SESSION, f"{self.boot:032x}"))
+                self.tell(HeartbeatReply(SESSION, self.sent, f"{self.boot:032x}"))
             case GraphChunk():
                 self.has_graph = True
             case CloseSession():
                 self.end("")
+            case StartWorker() if message.sent != self.received:
+                self.end("messages were lost")
             case StartWorker() if self.ending is None:
                 assert self.has_graph, "a worker is started before its graph is there"
                 assert len(self.workers) < self.held, "more workers are started than slots are held"
@@ -1506,7 +1556,7 @@ class SimDaemon:
             case _ if isinstance(message, ConnectFeed | StartEpoch | Credit | Pause | Resume):
                 addressed = self.workers.get((message.worker, message.attempt))
                 if addressed is not None and (answer := addressed.obey(message, self._world.by_port)):
-                    self.say(answer)
+                    self.tell(answer)
 
     def end(self, reason: str) -> None:
         """The session ends: its workers are asked to; ``reap`` finds them gone."""
@@ -1683,7 +1733,7 @@ class World:
     def work(self, daemon: SimDaemon, worker: SimWorker) -> bool:
         """A worker gets ready, or takes one step."""
         if worker.state is S.STARTING:
-            daemon.say(worker.get_ready())
+            daemon.tell(worker.get_ready())
             return True
         return worker.work(self.options.dispatching)
 
@@ -1841,8 +1891,7 @@ class Histories(RuleBasedStateMachine):
             message: Any = data.draw(
                 st.sampled_from([WorkerReady(*stream, 42, 6000), WorkerExited(*stream, "died", None), Done(*stream, 1)])
             )
-            world.session.receive(worker.address, message, None, world.now)
-            world.act()
+            world.daemons[worker.address].tell(message)
 
     # What goes wrong.
 
@@ -1859,7 +1908,7 @@ class Histories(RuleBasedStateMachine):
             while len(worker.stream) > kept:  # what the kernel had not sent
                 worker.stream.pop()
             daemon.bury(key)
-            daemon.say(WorkerExited(SESSION, *key, "was killed by SIGKILL", worker.at_batch))
+            daemon.tell(WorkerExited(SESSION, *key, "was killed by SIGKILL", worker.at_batch))
             self.faults += 1
 
     @can_fail
@@ -1892,6 +1941,19 @@ class Histories(RuleBasedStateMachine):
         for _ in range(int(seconds)):
             self.time_passes(1.0)
         daemon.frozen = False
+
+    @can_fail
+    @rule(data=st.data(), up=st.integers(0, 3), down=st.integers(0, 3), seen=st.booleans())
+    def a_control_connection_breaks_and_heals(self, data: st.DataObject, up: int, down: int, seen: bool) -> None:
+        """What was on the wire is lost, both ways; what waited behind it is not."""
+        daemon = self.daemon(data)
+        for queue, count in (daemon.inbox, up), (daemon.outbox, down):
+            for _ in range(min(count, len(queue))):
+                queue.popleft()
+        self.faults += 1
+        if seen:
+            self.world.session.link_dropped(daemon.address, self.world.now)
+            self.world.act()
 
     @can_fail
     @rule(data=st.data())
