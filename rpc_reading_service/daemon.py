@@ -71,6 +71,9 @@ TERMINATE_S = 1.0
 STOPPED_S = 5.0
 """How long a worker may be stopped; one under a debugger is traced, which is another thing."""
 
+MOST_UNSENT_BYTES = 64 << 20
+"""So much may wait for a worker that does not read."""
+
 TICK_S = 1.0
 MESSAGES_PER_TURN = 100
 FAREWELL_S = 0.5
@@ -346,7 +349,7 @@ class Daemon:
                 if worker := session.workers.get((message.worker, message.attempt)):
                     worker.stop(now)
             case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
-                self._relay_down(session, message, payload)
+                self._relay_down(session, message, payload, now)
             case Heartbeat():
                 if self._is_in_step(session, message):
                     self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
@@ -444,13 +447,20 @@ class Daemon:
         self._poller.watch(process.sentinel)
         logger.info("= %s: %s started", session, worker)
 
-    def _relay_down(self, session: Session, message: Any, payload: bytes | None) -> None:
+    def _relay_down(self, session: Session, message: Any, payload: bytes | None, now: float) -> None:
         worker = session.workers.get((message.worker, message.attempt))
         if worker is not None:
             frames = [messages.encode(message)]
             worker.channel.send(frames if payload is None else [*frames, payload])
+            self._await_room(session, worker, now)
         elif session.ending is None:  # what said so may have been lost with a connection
             self._exited(session, message, "is not there any more")
+
+    def _await_room(self, session: Session, worker: WorkerProcess, now: float) -> None:
+        """What does not fit goes on when the worker reads; one that reads nothing for too long is ended."""
+        self._poller.watch(worker.channel.raw, writable=worker.channel.unsent > 0)
+        if worker.channel.unsent > MOST_UNSENT_BYTES and worker.kill_steps is None:
+            self._give_up(session, worker, f"was ended: it left {worker.channel.unsent >> 20} MiB unread", now)
 
     def _relay_up(self, session: Session, worker: WorkerProcess) -> None:
         try:
@@ -465,6 +475,9 @@ class Daemon:
         """What its workers say, which of them are gone, and whether the client still is there."""
         for key, worker in list(session.workers.items()):
             self._relay_up(session, worker)
+            if worker.channel.unsent:
+                worker.channel.flush()
+                self._await_room(session, worker, now)
             worker.press(now)
             self._check_stopped(session, worker, now)
             if worker.process.exitcode is not None:
@@ -487,9 +500,13 @@ class Daemon:
             elif worker.stopped_since is None:
                 worker.stopped_since = now
             elif now - worker.stopped_since >= STOPPED_S:
-                worker.kill_steps = iter([])
-                worker.kill_at = now
-                self._exited(session, worker.start, f"was stopped (SIGSTOP) for {STOPPED_S:g} s, and then ended")
+                self._give_up(session, worker, f"was stopped (SIGSTOP) for {STOPPED_S:g} s, and then ended", now)
+
+    def _give_up(self, session: Session, worker: WorkerProcess, reason: str, now: float) -> None:
+        """It cannot be asked to end."""
+        worker.kill_steps = iter([])
+        worker.kill_at = now
+        self._exited(session, worker.start, reason)
 
     def _reap(self, session: Session, worker: WorkerProcess) -> None:
         self._poller.forget(worker.channel.raw)

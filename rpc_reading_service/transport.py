@@ -7,6 +7,7 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 import contextlib
 import os
 import re
+import select
 import socket
 import struct
 import time
@@ -487,7 +488,8 @@ class Poller:
         self._poller = zmq.Poller()
 
     def watch(self, raw: Any, writable: bool = False) -> None:
-        self._poller.register(raw, zmq.POLLOUT if writable else zmq.POLLIN)
+        """Until it is readable; with ``writable``, or writable."""
+        self._poller.register(raw, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
 
     def forget(self, raw: Any) -> None:
         self._poller.unregister(raw)
@@ -498,25 +500,54 @@ class Poller:
 
 
 class Channel:
-    """Messages between the daemon and a worker process, over a multiprocessing pipe: ``[message]`` or with a payload.
+    """Messages between the daemon and a worker process, over a socket pair: ``[message]`` or with a payload.
 
-    It has no name that anybody else could connect to.
+    It has no name that anybody else could connect to. The daemon never waits for a worker here, which may be stopped in
+    the middle of a message: what does not fit waits for ``flush``, what has come in part waits for the rest.
     """
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self._connection = connection
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._socket.setblocking(False)
+        connection.close()
+        self._outbox = bytearray()
+        self._inbox = bytearray()
 
     @property
     def raw(self) -> int:
-        return self._connection.fileno()
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait for ``flush``."""
+        return len(self._outbox)
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if the other end is gone."""
+        self._outbox += _SIZES.pack(*(memoryview(frame).nbytes for frame in (*frames, b"")[:2]))
+        for frame in frames:
+            self._outbox += frame
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what fits; False if the other end is gone."""
         try:
-            self._connection.send_bytes(struct.pack("<I", len(frames[0])) + b"".join(frames))
+            while self._outbox:
+                del self._outbox[: self._socket.send(self._outbox)]
+        except BlockingIOError:
+            pass
         except OSError:
             return False
         return True
+
+    def send_whole(self, frames: Sequence[Frame]) -> None:
+        """As ``send``, but wait until all of it has left, or the other end is gone."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        alive = self.send(frames)
+        while alive and self._outbox:
+            poller.poll()
+            alive = self.flush()
 
     def receive_all(self) -> Iterator[list[bytes]]:
         """What has arrived.
@@ -524,14 +555,37 @@ class Channel:
         Raises:
             EOFError: the other end is gone.
         """
-        while self._connection.poll():
-            try:
-                data = self._connection.recv_bytes()
-            except OSError as error:
-                raise EOFError from error
-            (size,) = struct.unpack_from("<I", data)
-            first, rest = data[4 : 4 + size], data[4 + size :]
-            yield [first, rest] if rest else [first]
+        is_open = True
+        while is_open and (data := self._read()) is not None:
+            is_open = bool(data)
+            self._inbox += data
+        yield from self._messages()
+        if not is_open:
+            raise EOFError("the other end is gone")
+
+    def _read(self) -> bytes | None:
+        """Empty at the end, None if there is nothing now."""
+        try:
+            return self._socket.recv(_CHANNEL_READ)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _messages(self) -> Iterator[list[bytes]]:
+        """The whole messages that have come."""
+        while len(self._inbox) >= _SIZES.size:
+            first, second = _SIZES.unpack_from(self._inbox)
+            end = _SIZES.size + first + second
+            if len(self._inbox) < end:
+                return
+            body = bytes(self._inbox[_SIZES.size : end])
+            del self._inbox[:end]
+            yield [body[:first], body[first:]] if second else [body]
 
     def close(self) -> None:
-        self._connection.close()
+        self._socket.close()
+
+
+_SIZES = struct.Struct("<QQ")
+_CHANNEL_READ = 1 << 18

@@ -303,7 +303,7 @@ class Reply:
         logger.debug("> %s", message)
         frames = [messages.encode(message)]
         with self._lock:
-            self._channel.send(frames if payload is None else [*frames, payload])
+            self._channel.send_whole(frames if payload is None else [*frames, payload])
 
 
 class Outlet(Protocol):

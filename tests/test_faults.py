@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
+import os
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from torchdata.dataloader2 import DataLoader2
+from torchdata.dataloader2 import DataLoader2, ReadingServiceInterface, SequentialReadingService
 from torchdata.datapipes.iter import IterableWrapper
 
 from rpc_reading_service import ConnectError, RPCReadingService, daemon, messages, transport
@@ -275,3 +276,40 @@ def noise(made: Path, nbytes: int, seed: int) -> tuple[Any, str]:
         file.write(b".")
     data = np.random.default_rng(seed).bytes(nbytes)
     return np.frombuffer(data, dtype=np.uint8).copy(), hashlib.sha256(data).hexdigest()
+
+
+# A worker that is stopped, and much that is sent to it.
+
+
+class InFront(ReadingServiceInterface):
+    """A reading service whose ``iter_reset_fn`` is larger than a socket pair holds."""
+
+    def initialize(self, datapipe: Any) -> Any:
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
+        return functools.partial(last, bytes(900_000))
+
+
+def last(*args: Any) -> Any:
+    return args[-1]
+
+
+def test_a_stopped_worker_that_is_sent_much_holds_up_nobody(pool: LocalDaemons) -> None:
+    service = RPCReadingService(pool.addresses, num_workers=1, pickle_by_value=(__name__,), timeout=60)
+    with (
+        DataLoader2(sharded().map(with_pid), reading_service=SequentialReadingService(InFront(), service)) as stopped,
+        load(sharded(), pool.addresses, num_workers=1) as other,
+    ):
+        ((_, pid), *_) = list(stopped)
+        assert next(iter(other)) == 0
+        worker = psutil.Process(pid)
+        worker.suspend()
+        iterator = iter(stopped)
+        assert list(other) == list(range(N))
+        assert worker.status() == psutil.STATUS_STOPPED
+        assert [element for element, _ in iterator] == list(range(N))
+
+
+def with_pid(element: int) -> tuple[int, int]:
+    return element, os.getpid()
