@@ -567,6 +567,8 @@ class Daemon:
 
 def describe_exit(code: int) -> str:
     """What became of a process, in words."""
+    if code == protocol.EXIT_CUT_OFF:
+        return "ended: its connection to the dispatching worker broke"
     if code >= 0:
         return f"exited with code {code}"
     try:

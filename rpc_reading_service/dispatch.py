@@ -29,6 +29,14 @@ NO_MORE = (1 << 63) - 1
 """Credit of a worker whose shard has ended: nothing more need be sent to it in this epoch."""
 
 
+BROKEN_S = 2.0
+"""How long a worker whose feed broke waits to be stopped: if whoever fed it is lost, its daemon knows better why."""
+
+
+class FeedBroken(RPCReadingError):
+    """What the dispatching worker sends does not arrive: the worker cannot go on."""
+
+
 class EpochAbandoned(RPCReadingError):
     """The next epoch was started while user code waited for an element of this one."""
 
@@ -50,6 +58,8 @@ class Feed:
         self._socket: transport.FeedDealer | None = None
         self._reader: StreamReader | None = None
         self._meter = protocol.CreditMeter(start.prefetch_bytes)
+        self._broken: FeedBroken | None = None
+        self._broken_at = float("inf")
 
     # For the main thread, that is the graph.
 
@@ -113,32 +123,49 @@ class Feed:
             self._ask(epoch)
             self._changed.notify_all()
 
-    def connect(self, context: transport.Context, address: str, port: int) -> Any:
+    def connect(self, context: transport.Context, address: str, port: int) -> list[Any]:
         """Connect to the dispatching worker; returns what to poll."""
         self._socket = context.feed_dealer(address, port, self._start.worker)
         self._reader = StreamReader(self._socket, self._accepts)
-        return self._socket.raw
+        return [self._socket.raw, self._socket.raw_monitor]
 
-    def step(self, sent: Credit | None) -> Credit | None:
-        """Receive what has arrived, send the credit that is due; returns the last credit sent."""
+    def patience(self, at_most: float, now: float) -> float:
+        """Seconds until the next ``step``, if nothing happens before."""
+        return max(0.0, min(at_most, self._broken_at + BROKEN_S - now))
+
+    def step(self, sent: Credit | None, now: float) -> Credit | None:
+        """Receive what has arrived, send the credit that is due; returns the last credit sent.
+
+        Raises:
+            FeedBroken: see there
+        """
         if self._socket is None or self._reader is None:
             return sent
+        if self._socket.dropped():
+            self._break("the connection broke", now)
+        if self._broken is not None and now - self._broken_at >= BROKEN_S:
+            raise self._broken
         for arrival in self._reader.read(256):
             with self._changed:
-                self._arrive(arrival)
+                self._arrive(arrival, now)
         with self._changed:
             credit = self._credit
         if credit is not None and credit != sent and self._socket.send([messages.encode(credit)]):
             return credit
         return sent
 
+    def _break(self, reason: str, now: float) -> None:
+        if self._broken is None:
+            self._broken = FeedBroken(f"worker {self._start.worker} is cut off from the dispatching worker: {reason}")
+            self._broken_at = now
+
     def _accepts(self, header: Any) -> bool:
         with self._changed:
             return not isinstance(header, Opened) and self._merge.accepts(header)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival, now: float) -> None:
         if arrival.error is not None or arrival.header is None:
-            self._merge.fail(0, codec.encode_error(arrival.error or RPCReadingError("unreadable")))
+            self._break(str(arrival.error), now)
         elif not self._merge.accepts(arrival.header):
             return
         elif isinstance(arrival.header, ShardError):
@@ -160,7 +187,7 @@ class DispatchMailbox:
         self._windows = [protocol.Window(start.prefetch_count, start.prefetch_bytes) for _ in range(start.num_workers)]
         self._queues: list[deque[Parcel]] = [deque() for _ in range(start.num_workers)]
         self._epoch = 0
-        self._heard = [0] * start.num_workers
+        self._credits = [(0, 0)] * start.num_workers  # epoch, elements consumed
         self._sated = [False] * start.num_workers
         self._io_waits = False
 
@@ -174,8 +201,15 @@ class DispatchMailbox:
             return self._commands.popleft()
 
     def _is_hungry(self, worker: int) -> bool:
-        has_asked = self._heard[worker] == self._epoch and not self._sated[worker]
-        return has_asked and not self._queues[worker] and self._windows[worker].is_open
+        return (
+            self._has_asked(worker)
+            and not self._sated[worker]
+            and not self._queues[worker]
+            and self._windows[worker].is_open
+        )
+
+    def _has_asked(self, worker: int) -> bool:
+        return self._credits[worker][0] == self._epoch
 
     def put(self, worker: int, parcel: Parcel) -> None:
         """Queue a parcel for a worker.
@@ -206,7 +240,8 @@ class DispatchMailbox:
                 for queue, window in zip(self._queues, self._windows, strict=True):
                     queue.clear()
                     window.begin(0)
-                self._sated = [False] * len(self._queues)
+                for worker in range(len(self._queues)):
+                    self._apply(worker)
             self._commands.append((message, payload))
             self._changed.notify()
 
@@ -215,13 +250,18 @@ class DispatchMailbox:
         with self._changed:
             if credit.worker >= len(self._queues) or credit.epoch < self._epoch:
                 return
-            self._heard[credit.worker] = credit.epoch
-            if credit.epoch == self._epoch:
-                self._windows[credit.worker].credit(credit.consumed)
-                self._sated[credit.worker] = credit.consumed == NO_MORE
-            if self._sated[credit.worker]:
-                self._queues[credit.worker].clear()
+            self._credits[credit.worker] = credit.epoch, credit.consumed
+            self._apply(credit.worker)
             self._changed.notify()
+
+    def _apply(self, worker: int) -> None:
+        """What the worker said last, if it was of this epoch."""
+        _, consumed = self._credits[worker]
+        self._sated[worker] = self._has_asked(worker) and consumed == NO_MORE
+        if self._has_asked(worker):
+            self._windows[worker].credit(consumed)
+        if self._sated[worker]:
+            self._queues[worker].clear()
 
     def collect(self) -> list[tuple[int, list[Parcel]]]:
         """For each worker the parcels that may leave now."""
@@ -229,7 +269,7 @@ class DispatchMailbox:
         with self._changed:
             for worker, (queue, window) in enumerate(zip(self._queues, self._windows, strict=True)):
                 parcels = []
-                while self._heard[worker] == self._epoch and queue and window.is_open:
+                while self._has_asked(worker) and queue and window.is_open:
                     parcels.append(queue.popleft())
                     window.produce(protocol.weight(parcels[-1].sizes))
                 if parcels:

@@ -22,6 +22,9 @@ ORPHANED_S = 5.0
 """How long a client has to be heard again after its connection broke, before its slots are freed. Together with the
 ZMTP heartbeat that notices a vanished host, less than the 30 s that are promised."""
 
+EXIT_CUT_OFF = 72
+"""Exit code of a worker that the dispatching worker does not reach any more."""
+
 SMALL_WINDOW_BYTES = 256 << 10
 """The window in bytes for small batches, so that they can travel together."""
 

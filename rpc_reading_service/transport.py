@@ -345,7 +345,16 @@ class FeedDealer(_Reading):
     def __init__(self, context: "zmq.Context[Any]", address: str, port: int, worker: int) -> None:
         self._socket = _open(context, zmq.DEALER, DATA_BYTES)
         self._socket.routing_id = _feed_identity(worker)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(_beside(address, port))
+
+    @property
+    def raw_monitor(self) -> Any:
+        return self._monitor
+
+    def dropped(self) -> bool:
+        """Whether the connection broke since the last call."""
+        return sum(1 for _ in _drain(self._monitor)) > 0
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if nothing was sent."""

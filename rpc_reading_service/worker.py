@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from rpc_reading_service import buffers, codec, graph, messages, protocol, transport
-from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedOutlet
+from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedBroken, FeedOutlet
 from rpc_reading_service.messages import (
     AskStack,
     Batches,
@@ -385,17 +385,20 @@ class IOThread:
                 self._step()
         except EOFError:
             os._exit(EXIT_ORPHANED)
+        except FeedBroken as error:
+            logger.error("! %s", error)
+            os._exit(protocol.EXIT_CUT_OFF)
         except BaseException:
             logger.critical("the I/O thread failed", exc_info=True)
             os._exit(EXIT_ORPHANED)
 
     def _step(self) -> None:
         moved = self._outlet.pump()
-        self._credit = self._feed.step(self._credit)
+        self._credit = self._feed.step(self._credit, time.monotonic())
         blocked = self._outlet.blocked
         if blocked is not None:
             self._poller.watch(blocked, writable=True)
-        self._poller.wait(0.0 if moved else IDLE_S)
+        self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
         if blocked is not None:
             self._poller.forget(blocked)
         self._waker.clear()
@@ -412,7 +415,8 @@ class IOThread:
             case AskStack():
                 self._reply(self._stack(message))
             case ConnectFeed():
-                self._poller.watch(self._feed.connect(self._context, message.address, message.port))
+                for raw in self._feed.connect(self._context, message.address, message.port):
+                    self._poller.watch(raw)
             case _:
                 if isinstance(message, StartEpoch):
                     self._outlet.abandon()

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 from rpc_reading_service import codec, messages
 from rpc_reading_service.dispatch import (
+    BROKEN_S,
     NO_MORE,
     QUEUE_ELEMENTS,
     DispatchMailbox,
     EpochAbandoned,
     Feed,
+    FeedBroken,
     FeedOutlet,
 )
-from rpc_reading_service.errors import RPCReadingError, StreamError
+from rpc_reading_service.errors import RPCReadingError
 from rpc_reading_service.messages import (
     Batches,
     Credit,
@@ -39,6 +41,9 @@ SESSION, OTHER = "a" * 32, "b" * 32
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
+
+
+NOW = 100.0
 
 
 class Bell:
@@ -59,10 +64,12 @@ class Wire:
     def __init__(self, num_workers: int = 1) -> None:
         self.to_worker = [deque[list[bytes]]() for _ in range(num_workers)]
         self.to_router = deque[list[bytes]]()
+        self.dealers: dict[int, Dealer] = {}
         self.raw: Any = None
 
     def feed_dealer(self, address: str, port: int, worker: int) -> "Dealer":
-        return Dealer(self, worker)
+        self.dealers[worker] = Dealer(self, worker)
+        return self.dealers[worker]
 
     def receive_all(self) -> Iterator[list[bytes]]:
         while self.to_router:
@@ -77,10 +84,14 @@ class Dealer:
 
     def __init__(self, wire: Wire, worker: int) -> None:
         self.raw = ("raw socket of worker", worker)
-        self.full = False
+        self.raw_monitor = ("monitor of worker", worker)
+        self.broke = self.full = False
         self._wire = wire
         self._inbox = wire.to_worker[worker]
         self._frames = deque[bytes]()
+
+    def dropped(self) -> bool:
+        return self.broke
 
     def send(self, frames: Sequence[Any]) -> bool:
         if not self.full:
@@ -159,7 +170,8 @@ class Fed:
         self.packer = Packer(SESSION, 0, 0)
         self.begin(1)
         self.raw = self.feed.connect(self.wire, "cpu1:5555", 7777)  # type: ignore[arg-type]
-        self.sent = self.feed.step(None)
+        self.dealer = self.wire.dealers[0]
+        self.sent = self.feed.step(None, NOW)
 
     def begin(self, epoch: int) -> None:
         """Both threads know of it."""
@@ -169,7 +181,7 @@ class Fed:
     def arrive(self, *parcels: Parcel) -> None:
         for frames in self.packer.pack(parcels):
             self.wire.send(0, frames)
-        self.sent = self.feed.step(self.sent)
+        self.sent = self.feed.step(self.sent, NOW)
 
     def credits(self) -> list[Credit]:
         return [messages.decode(frames[0], messages.ToWorker) for frames in self.wire.receive_all()]
@@ -185,13 +197,13 @@ def test_elements_come_in_order_until_the_end() -> None:
 
 
 def test_connecting_says_what_to_poll() -> None:
-    assert Fed().raw == ("raw socket of worker", 0)
+    assert Fed().raw == [("raw socket of worker", 0), ("monitor of worker", 0)]
 
 
 def test_nothing_moves_before_the_feed_is_connected() -> None:
     feed = Feed(start(), Bell())  # type: ignore[arg-type]
     feed.begin_epoch(1)
-    assert feed.step(None) is None
+    assert feed.step(None, NOW) is None
 
 
 def test_an_epoch_begins_with_a_credit_that_asks() -> None:
@@ -202,7 +214,7 @@ def test_an_epoch_begins_with_a_credit_that_asks() -> None:
 
 def test_a_credit_is_sent_once() -> None:
     fed = Fed()
-    assert fed.feed.step(fed.sent) == fed.sent
+    assert fed.feed.step(fed.sent, NOW) == fed.sent
     assert fed.credits() == [credit()]
 
 
@@ -212,9 +224,9 @@ def test_a_credit_that_could_not_be_sent_is_sent_later() -> None:
     dealer: Any = fed.feed._socket
     dealer.full = True
     fed.feed.begin_epoch(2)
-    assert fed.feed.step(fed.sent) == credit()
+    assert fed.feed.step(fed.sent, NOW) == credit()
     dealer.full = False
-    assert fed.feed.step(fed.sent) == credit(epoch=2)
+    assert fed.feed.step(fed.sent, NOW) == credit(epoch=2)
 
 
 def test_consumption_is_reported_after_a_quarter_of_the_window() -> None:
@@ -223,7 +235,7 @@ def test_consumption_is_reported_after_a_quarter_of_the_window() -> None:
     fed.credits()
     elements = fed.feed.elements()
     taken = 0
-    while fed.feed.step(fed.sent) == fed.sent:
+    while fed.feed.step(fed.sent, NOW) == fed.sent:
         next(elements)
         taken += 1
     assert fed.credits() == [credit(consumed=taken)]
@@ -238,7 +250,7 @@ def test_a_worker_that_waits_reports_all_that_it_consumed() -> None:
     fed.bell.rang.clear()
     thread, outcome = in_thread(lambda: next(elements))
     assert fed.bell.rang.wait(10)
-    fed.sent = fed.feed.step(fed.sent)
+    fed.sent = fed.feed.step(fed.sent, NOW)
     assert fed.sent == credit(consumed=1)
     fed.arrive(parcel(1, "b"))
     thread.join(10)
@@ -263,14 +275,14 @@ def test_whoever_waits_is_told_that_the_next_epoch_has_begun() -> None:
 def test_the_end_of_a_shard_asks_for_no_more() -> None:
     fed = Fed()
     fed.feed.finish(1)
-    assert fed.feed.step(fed.sent) == credit(consumed=NO_MORE)
+    assert fed.feed.step(fed.sent, NOW) == credit(consumed=NO_MORE)
 
 
 def test_the_end_of_an_abandoned_epoch_does_not_end_the_next() -> None:
     fed = Fed()
     fed.feed.begin_epoch(2)
     fed.feed.finish(1)
-    assert fed.feed.step(fed.sent) == credit(epoch=2)
+    assert fed.feed.step(fed.sent, NOW) == credit(epoch=2)
 
 
 def test_elements_of_one_epoch_never_come_from_the_next() -> None:
@@ -307,19 +319,35 @@ def test_an_opening_message_is_no_element() -> None:
     assert list(fed.feed.elements()) == ["a"]
 
 
-def test_a_gap_is_an_error_for_the_graph() -> None:
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        (Packer(SESSION, 0, 0).pack([parcel(2, "c")]), "worker 0: 2 batches are missing, numbers 0 to 1"),
+        ([[b"garbage"]], "a data message cannot be read: "),
+    ],
+    ids=["gap", "garbage"],
+)
+def test_what_does_not_arrive_whole_ends_the_worker(frames: Any, reason: str) -> None:
     fed = Fed()
-    fed.arrive(parcel(2, "c"))
-    with pytest.raises(StreamError, match="worker 0: 2 batches are missing, numbers 0 to 1"):
-        next(fed.feed.elements())
+    for each in frames:
+        fed.wire.send(0, list(each))
+    check_that_it_ends(fed, reason)
 
 
-def test_bytes_that_cannot_be_read_are_an_error_for_the_graph() -> None:
+def test_a_broken_connection_ends_the_worker() -> None:
     fed = Fed()
-    fed.wire.send(0, [b"garbage"])
+    fed.dealer.broke = True
+    check_that_it_ends(fed, "the connection broke")
+
+
+def check_that_it_ends(fed: Fed, reason: str) -> None:
+    """Unless it is stopped before, by whoever knows better what happened."""
+    assert fed.feed.patience(60.0, NOW) == 60.0
     fed.arrive()
-    with pytest.raises(StreamError, match="a data message cannot be read: "):
-        next(fed.feed.elements())
+    assert fed.feed.patience(60.0, NOW + 0.5) == BROKEN_S - 0.5
+    fed.arrive()
+    with pytest.raises(FeedBroken, match=f"^worker 0 is cut off from the dispatching worker: {reason}"):
+        fed.feed.step(fed.sent, NOW + BROKEN_S)
 
 
 def test_an_abandoned_epoch_is_an_error_of_this_package() -> None:
@@ -423,6 +451,17 @@ def test_a_worker_that_wants_no_more_in_this_epoch_gets_nothing_and_hungers_in_t
     epoch_of(mailbox, 2)
     mailbox.credit(credit(0, epoch=2))
     assert mailbox.take(True) is None
+
+
+def test_a_worker_may_want_no_more_in_an_epoch_that_has_not_begun_here_yet() -> None:
+    mailbox, _ = mailbox_of(2)
+    mailbox.credit(credit(0, NO_MORE, epoch=2))
+    epoch_of(mailbox, 2)
+    mailbox.put(0, parcel(0, epoch=2))
+    assert mailbox.collect() == []
+    mailbox.credit(credit(1, epoch=2))
+    mailbox.put(1, parcel(0, epoch=2))
+    assert [worker for worker, _ in mailbox.collect()] == [1]
 
 
 def test_the_io_thread_is_woken_only_if_it_found_nothing() -> None:
@@ -539,7 +578,7 @@ def test_every_element_reaches_its_worker_once_and_in_order(
                 return outlet.pump() or heard
             case "step":
                 arrived, before = bool(wire.to_worker[worker]), sent[worker]
-                sent[worker] = feeds[worker].step(before)
+                sent[worker] = feeds[worker].step(before, NOW)
                 return arrived or sent[worker] != before
             case "take" if feeds[worker]._merge.received != feeds[worker]._merge.consumed:
                 got[worker].append(next(graphs[worker]))
