@@ -384,7 +384,6 @@ class Client:
             self._changed.notify_all()
         self._waker.wake()
         self._io.join(CLOSE_S + 1.0)
-        self._waker.close()
 
     # For the I/O thread, with the lock held.
 
@@ -464,7 +463,7 @@ class _IOThread:
     def join(self, seconds: float) -> None:
         """Wait until the sockets are closed; a thread that never ran has opened none."""
         if self._thread.ident is None:
-            self._context.close()
+            self._close()
         elif self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -484,7 +483,12 @@ class _IOThread:
             with self._client.lock:
                 self._client.fail(error)
         finally:
-            self._context.close()
+            self._close()
+
+    def _close(self) -> None:
+        """The sockets, and then what wakes the thread that polls them; that may have been the one to ask for it."""
+        self._context.close()
+        self._client.waker.close()
 
     def _done(self) -> bool:
         with self._client.lock:
@@ -519,8 +523,7 @@ class _IOThread:
                 if dealer is not None and not dealer.send(frames):
                     self._reconnect(action.address)
             case ConnectData():
-                endpoint = self._pull.connect(action.address, action.port)
-                self._endpoints[action.worker, action.attempt] = endpoint
+                self._connect_data(action)
             case DisconnectData():
                 self._disconnect(action.worker, action.attempt)
             case Reconnect():
@@ -531,6 +534,15 @@ class _IOThread:
             case _:
                 with self._client.lock:
                     self._conclude(action)
+
+    def _connect_data(self, action: ConnectData) -> None:
+        try:
+            endpoint = self._pull.connect(action.address, action.port)
+        except AddressError as error:  # its name does not resolve any more
+            with self._client.lock:
+                self._client.session.break_off(action.worker, action.attempt, str(error), time.monotonic())
+        else:
+            self._endpoints[action.worker, action.attempt] = endpoint
 
     def _conclude(self, action: Action) -> None:
         match action:

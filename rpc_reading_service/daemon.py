@@ -201,6 +201,7 @@ class Daemon:
         self._lifeline = lifeline
         self._sessions: dict[str, Session] = {}
         self._graphs: dict[str, StoredGraph] = {}
+        self._waiting: list[tuple[Session, StartWorker]] = []
         self._stopping: str | None = None
         self._drain_until = float("inf")
         self._forkserver = multiprocessing.get_context("forkserver")
@@ -346,8 +347,7 @@ class Daemon:
             case StartWorker():
                 self._start_worker(session, message)
             case StopWorker():
-                if worker := session.workers.get((message.worker, message.attempt)):
-                    worker.stop(now)
+                self._stop_worker(session, message, now)
             case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
                 self._relay_down(session, message, payload, now)
             case Heartbeat():
@@ -428,24 +428,69 @@ class Daemon:
         graph = session.graph
         if graph is None or not graph.complete:
             return self._send(session.identity, Refused("graph", "the graph did not arrive whole"))
+        self._start_in_slot(session, message)
+
+    def _start_in_slot(self, session: Session, message: StartWorker) -> None:
         running = sum(worker.kill_steps is None for worker in session.workers.values())
         if running >= session.slots:
             return self._exited(session, message, f"was not started: {running} workers run already")
-        ours, theirs = multiprocessing.Pipe()
-        logbook_fd = buffers.Logbook.create()
-        process = self._forkserver.Process(
-            target=_worker,
-            args=(theirs, DupFd(graph.fd), DupFd(logbook_fd), message, self.options.host, self.options.data_ports),
-            name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
-        )
-        process.start()
-        theirs.close()
-        worker = WorkerProcess(message, process, transport.Channel(ours), buffers.Logbook(logbook_fd))
-        os.close(logbook_fd)
+        if not self._has_port():
+            return self._waiting.append((session, message))
+        try:
+            worker = self._launch(session, message)
+        except OSError as error:  # no memory, no descriptors, too many processes
+            return self._exited(session, message, f"was not started: {error}")
         session.workers[message.worker, message.attempt] = worker
         self._poller.watch(worker.channel.raw)
-        self._poller.watch(process.sentinel)
+        self._poller.watch(worker.process.sentinel)
         logger.info("= %s: %s started", session, worker)
+
+    def _has_port(self) -> bool:
+        """Whether one of ``--data-ports`` is left: a process that was told to end has its port until it is gone."""
+        ports = self.options.data_ports
+        return 0 in ports or len(ports) > sum(len(session.workers) for session in self._sessions.values())
+
+    def _start_waiting(self) -> None:
+        """A process is gone, and its port is free."""
+        waiting, self._waiting = self._waiting, []
+        for session, message in waiting:
+            if session.ending is None:
+                self._start_in_slot(session, message)
+
+    def _launch(self, session: Session, message: StartWorker) -> WorkerProcess:
+        assert session.graph is not None
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            near, far = multiprocessing.Pipe()
+            theirs.callback(far.close)
+            channel = transport.Channel(near)
+            ours.callback(channel.close)
+            logbook_fd = buffers.Logbook.create()
+            theirs.callback(os.close, logbook_fd)
+            logbook = buffers.Logbook(logbook_fd)
+            ours.callback(logbook.close)
+            process = self._forkserver.Process(
+                target=_worker,
+                args=(
+                    far,
+                    DupFd(session.graph.fd),
+                    DupFd(logbook_fd),
+                    message,
+                    self.options.host,
+                    self.options.data_ports,
+                ),
+                name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
+            )
+            process.start()
+            ours.pop_all()
+        return WorkerProcess(message, process, channel, logbook)
+
+    def _stop_worker(self, session: Session, message: StopWorker, now: float) -> None:
+        stopped = message.worker, message.attempt
+        self._waiting = [
+            (s, start) for s, start in self._waiting if (start.worker, start.attempt) != stopped or s is not session
+        ]
+        if worker := session.workers.get(stopped):
+            worker.stop(now)
 
     def _relay_down(self, session: Session, message: Any, payload: bytes | None, now: float) -> None:
         worker = session.workers.get((message.worker, message.attempt))
@@ -484,6 +529,7 @@ class Daemon:
                 self._relay_up(session, worker)
                 del session.workers[key]
                 self._reap(session, worker)
+                self._start_waiting()
         if session.orphaned_at is not None and now - session.orphaned_at > protocol.ORPHANED_S:
             self._end(session, "the client is gone")
         if session.ending is not None and not session.workers:
@@ -550,7 +596,8 @@ class Daemon:
         del self._sessions[session.session]
         graph = session.graph
         if graph is not None and not any(other.graph is graph for other in self._sessions.values()):
-            self._graphs.pop(graph.digest, None)
+            if self._graphs.get(graph.digest) is graph:
+                del self._graphs[graph.digest]
             graph.close()
         logger.info("= %s is closed", session)
         if not session.ending:

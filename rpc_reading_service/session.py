@@ -81,8 +81,15 @@ MAX_LOSSES = 3
 MAX_FAILED_STARTS = 5
 """So many workers of one shard that die before they are ready mean that it cannot be started."""
 
+MAX_FRUITLESS = 20
+"""So many losses of one shard without a batch in between mean that it does not get anywhere."""
+
 RESTART_S = 0.05
-"""How long a shard waits after a worker that died before it was ready; doubled each time."""
+MAX_RESTART_S = 5.0
+"""How long a shard waits for its next worker, from the second loss without a batch in between: doubled each time."""
+
+NO_REQUEST = 0
+"""Number of a request that nobody waits for."""
 
 _S, _E = WorkerState, WorkerEvent
 
@@ -232,6 +239,8 @@ class Worker:
     since: float = 0.0
     losses: dict[tuple[int, int], int] = field(default_factory=dict)
     failed_starts: int = 0
+    fruitless: int = 0
+    lost_at: tuple[int, int] = (0, -1)
     not_before: float = 0.0
     last_loss: str = ""
 
@@ -269,7 +278,8 @@ class ClientSession:
         self._unfinished: set[int] = set()
         self._pending_requests: dict[int, set[int]] = {}
         self._request_errors: dict[int, bytes] = {}
-        self._next_request = 0
+        self._next_request = NO_REQUEST
+        self._standing: dict[type[Message], tuple[bytes, tuple[object, ...]]] = {}
         self._started = 0.0
         self._ticked = 0.0
         self._actions: list[Action] = []
@@ -501,10 +511,11 @@ class ClientSession:
             return self._stand_by(worker, now)
         self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
 
-    def _failed(self, link: Link, message: WorkerFailed, payload: bytes) -> None:
+    def _failed(self, link: Link, message: WorkerFailed | Done, payload: bytes) -> None:
         worker = self.workers[message.worker]
         where = f"in worker process {worker.worker} on {worker.address} ({link.host})"
-        self._actions.append(FailRemotely(payload, where, worker.address, message.missing))
+        missing = message.missing if isinstance(message, WorkerFailed) else ""
+        self._actions.append(FailRemotely(payload, where, worker.address, missing))
 
     def is_starting(self, worker_id: int, attempt: int) -> bool:
         """Whether this process is the one that the shard waits for."""
@@ -528,10 +539,24 @@ class ClientSession:
         worker.change(_E.READY, now)
         worker.failed_starts = 0
         if not self.options.dispatching:
-            if worker.worker in self._unfinished:
-                self._begin(worker, now)
+            self._catch_up(worker, now)
         elif self.ready:
             self._join(now)
+
+    def _catch_up(self, worker: Worker, now: float) -> None:
+        """A new process is told what those were told that were there before it."""
+        self._repeat(Limit, worker)
+        if worker.worker in self._unfinished or (worker.worker == self.num_shards and self._unfinished):
+            self._begin(worker, now)
+            if self._repeat(Pause, worker):
+                worker.change(_E.PAUSE, now)
+
+    def _repeat(self, kind: type[Pause | Limit], worker: Worker) -> bool:
+        if kind not in self._standing:
+            return False
+        payload, more = self._standing[kind]
+        self._send_worker(worker, kind, NO_REQUEST, payload, *more)
+        return True
 
     def _join(self, now: float) -> None:
         """The dispatching worker and all that it feeds are there: bring them together; they run as a group."""
@@ -541,9 +566,8 @@ class ClientSession:
                 self.options.session, worker.worker, worker.attempt, dispatching.address, dispatching.port
             )
             self._send(self.links[worker.address], message)
-        if self._unfinished:
-            for worker in self.workers:
-                self._begin(worker, now)
+        for worker in self.workers:
+            self._catch_up(worker, now)
 
     # An epoch.
 
@@ -554,6 +578,7 @@ class ClientSession:
         self._seeds = list(seeds)
         self._unfinished = set(range(self.num_shards))
         self._pending_requests.clear()
+        self._standing.pop(Pause, None)
         return self.epoch
 
     def begin_shards(self, now: float) -> None:
@@ -590,6 +615,7 @@ class ClientSession:
         self, kind: type[Pause | Resume | Limit], payload: bytes, dispatching: bool, now: float, *more: object
     ) -> int:
         """Send it to every worker, or to the dispatching one alone; ``request_waits_for`` tells who is to answer."""
+        self._remember(kind, payload, more)
         group = self.workers[self.num_shards :] if dispatching else self.workers[: self.num_shards]
         workers = [w for w in group if w.state in (_S.STANDBY, _S.RUNNING, _S.PAUSED)]
         request = self._new_request(w.worker for w in workers)
@@ -599,6 +625,12 @@ class ClientSession:
                 worker.change(event, now)
             self._send_worker(worker, kind, request, payload, *more)
         return request
+
+    def _remember(self, kind: type[Pause | Resume | Limit], payload: bytes, more: tuple[object, ...]) -> None:
+        if kind is Resume:
+            self._standing.pop(Pause, None)
+        else:
+            self._standing[kind] = payload, more
 
     def _new_request(self, workers: Iterable[int]) -> int:
         self._next_request += 1
@@ -611,7 +643,9 @@ class ClientSession:
 
     def _done(self, message: Done, payload: bytes | None) -> None:
         self._pending_requests.get(message.request, set()).discard(message.worker)
-        if payload:
+        if payload and message.request == NO_REQUEST:
+            self._failed(self.links[self.workers[message.worker].address], message, payload)
+        elif payload:
             self._request_errors[message.request] = payload
 
     def request_waits_for(self, request: int) -> set[int]:
@@ -637,11 +671,18 @@ class ClientSession:
             return
         worker.last_loss = f"{worker} {reason}"
         logger.warning("%s", worker.last_loss)
-        if worker.state is _S.STARTING:
-            worker.failed_starts += 1
-            worker.not_before = now + RESTART_S * 2**worker.failed_starts
+        worker.failed_starts += worker.state is _S.STARTING
+        self._wait_longer(worker, now)
         self._vacate(worker, now)
         self._after_loss(worker, batch, now)
+
+    def _wait_longer(self, worker: Worker, now: float) -> None:
+        shards = range(self.num_shards) if self.options.dispatching else [worker.worker]
+        place = self.epoch, sum(self._progress(shard)[0] for shard in shards)
+        worker.fruitless = worker.fruitless + 1 if place == worker.lost_at else 1
+        worker.lost_at = place
+        if worker.fruitless > 1:
+            worker.not_before = now + min(MAX_RESTART_S, RESTART_S * 2**worker.fruitless)
 
     def break_off(self, worker_id: int, attempt: int, reason: str, now: float) -> None:
         """The worker lives, but its stream is broken: end it, and count it as lost."""
@@ -659,6 +700,9 @@ class ClientSession:
             self._actions.append(Drop(worker.worker, self.epoch, worker.last_loss))
         if worker.failed_starts >= MAX_FAILED_STARTS:
             text = f"{worker.last_loss}, for the {MAX_FAILED_STARTS}th time in a row while it was being started"
+            return self._fail(WorkerLostError(text))
+        if worker.fruitless >= MAX_FRUITLESS:
+            text = f"{worker.last_loss}, for the {MAX_FRUITLESS}th time in a row without a batch in between"
             return self._fail(WorkerLostError(text))
         if batch is not None:
             place = (self.epoch, batch)

@@ -5,6 +5,7 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 """
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -336,7 +337,11 @@ class Pull(_Reading):
         return endpoint
 
     def disconnect(self, endpoint: str) -> None:
-        self._socket.disconnect(endpoint)
+        try:
+            self._socket.disconnect(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENOENT:  # what listens there broke the handshake, and libzmq has given it up
+                raise
 
 
 class FeedDealer(_Reading):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
@@ -155,6 +157,34 @@ def test_the_workers_take_their_data_ports_from_the_range(daemon: Daemon, data_p
         with load(sharded(), daemon.address) as loader:
             next(iter(loader))
             assert sorted(listening_ports(daemon.family())) == list(data_ports)
+
+
+def test_workers_that_start_again_wait_for_the_ports_of_those_before_them(daemon: Daemon) -> None:
+    dispatched = IterableWrapper(range(N)).sharding_round_robin_dispatch(SHARDING_PRIORITIES.MULTIPROCESSING)
+    with load(dispatched.map(slowly_with_pid), daemon.address) as loader:
+        iterator = iter(loader)
+        first, pid = next(iterator)
+        os.kill(pid, signal.SIGKILL)
+        assert [first, *(element for element, _ in iterator)] == list(range(N))
+
+
+def slowly_with_pid(element: int) -> tuple[int, int]:
+    """A process that is told to end while it makes the sixth has its port for a while."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Event().wait(1.5 if element == 5 else 0.0)
+    return element, os.getpid()
+
+
+def test_a_daemon_that_cannot_start_a_process_says_why_and_goes_on(victim: Daemon) -> None:
+    process = psutil.Process(victim.process.pid)
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), before[1]))
+    with load(sharded(), victim.address) as loader, pytest.raises(WorkerLostError) as error:
+        list(loader)
+    assert "was not started: [Errno 24] Too many open files" in str(error.value)
+    process.rlimit(psutil.RLIMIT_NOFILE, before)
+    with load(sharded(), victim.address) as loader:
+        assert list(loader) == list(range(N))
 
 
 def listening_ports(processes: list[psutil.Process]) -> set[int]:

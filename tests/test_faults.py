@@ -278,6 +278,23 @@ def noise(made: Path, nbytes: int, seed: int) -> tuple[Any, str]:
     return np.frombuffer(data, dtype=np.uint8).copy(), hashlib.sha256(data).hexdigest()
 
 
+def test_a_name_that_does_not_resolve_for_a_moment_costs_nothing(
+    pool: LocalDaemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = transport.split_address(pool.addresses[0])[1]
+    resolve, asked = socket.getaddrinfo, itertools.count()
+
+    def fail_once(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host == "cpu1.invalid" and next(asked) == 1:  # first for the control channel, then for a data channel
+            raise socket.gaierror("the name server is down")
+        return resolve("127.0.0.1" if host == "cpu1.invalid" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail_once)
+    with load(sharded(), [f"cpu1.invalid:{port}"], num_workers=1) as loader:
+        assert list(loader) == list(range(N))
+    assert next(asked) > 1
+
+
 # A worker that is stopped, and much that is sent to it.
 
 

@@ -6,6 +6,7 @@ The histories play a ``ClientSession`` and a ``Merge`` against a model of daemon
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -76,7 +77,10 @@ from rpc_reading_service.session import (
     HEARTBEAT_S,
     HELLO_S,
     MAX_FAILED_STARTS,
+    MAX_FRUITLESS,
     MAX_LOSSES,
+    MAX_RESTART_S,
+    NO_REQUEST,
     SILENCE_S,
     START_WITHOUT_S,
     ClientSession,
@@ -449,6 +453,15 @@ class Played:
         self.receive(known.address, WorkerReady(SESSION, worker, known.attempt, 42, port))
         if self.session.is_starting(worker, known.attempt):
             self.session.data_opened(worker, self.now)
+
+    def again(self, worker: int) -> float:
+        """The worker is started again, and gets ready; how long that took."""
+        began = self.now
+        while self.session.workers[worker].state is S.VACANT:
+            self.tick(0.05)
+            self.beat(self.session.links["a"].address)
+        self.ready(worker)
+        return round(self.now - began, 2)
 
     def exited(self, worker: int, reason: str = "was killed by SIGKILL", batch: int | None = None) -> None:
         known = self.session.workers[worker]
@@ -860,6 +873,43 @@ def test_resume_and_limit_carry_what_they_need() -> None:
     assert played.states() == [S.RUNNING]
 
 
+def test_a_new_process_is_told_what_the_others_were_asked() -> None:
+    played = running(2)
+    played.session.request(Limit, b"limit", False, played.now, 7)
+    played.session.request(Pause, b"pause", False, played.now)
+    played.take()
+    played.exited(1)
+    played.ready(1)
+    told = [action[1:] for action in played.session.take_actions() if isinstance(action, Send)]
+    assert [(type(message), payload) for message, payload in told[1:]] == [
+        (Limit, b"limit"), (StartEpoch, b"seeds of 1"), (Pause, b"pause"),
+    ]  # fmt: skip
+    assert played.states() == [S.PAUSED] * 2
+    played.session.request(Resume, b"", False, played.now)
+    played.exited(1)
+    played.again(1)
+    assert played.states() == [S.RUNNING] * 2
+
+
+def test_an_epoch_begins_unpaused() -> None:
+    played = running(1)
+    played.session.request(Pause, b"pause", False, played.now)
+    played.session.start_epoch([b"seeds"], played.now)
+    played.exited(0)
+    played.ready(0)
+    assert played.states() == [S.RUNNING]
+
+
+def test_a_new_process_that_cannot_do_what_the_others_were_asked_fails_the_session() -> None:
+    played = running(1)
+    played.session.request(Limit, b"limit", False, played.now, 7)
+    played.exited(0)
+    played.ready(0)
+    played.take()
+    played.receive("a", Done(SESSION, 0, 1, NO_REQUEST), b"the exception")
+    assert played.take() == [FailRemotely(b"the exception", "in worker process 0 on a (host of a)", "a", "")]
+
+
 def test_a_request_to_the_dispatching_worker_goes_to_it_alone() -> None:
     played = running(3, dispatching=True)
     played.session.request(Pause, b"", True, played.now)
@@ -972,7 +1022,7 @@ def test_a_batch_that_kills_its_worker_again_and_again_fails_the_session() -> No
     played = running(1)
     for _ in range(MAX_LOSSES - 1):
         played.exited(0, batch=5)
-        played.ready(0)
+        played.again(0)
     assert played.take(Fail) == []
     played.exited(0, batch=5)
     assert played.error() == (
@@ -985,7 +1035,7 @@ def test_losses_at_different_batches_are_no_pattern() -> None:
     played = running(1)
     for batch in range(MAX_LOSSES + 2):
         played.exited(0, batch=batch)
-        played.ready(0)
+        played.again(0)
     assert played.take(Fail) == []
 
 
@@ -1008,7 +1058,34 @@ def test_losses_between_epochs_are_no_batch_s_fault() -> None:
     played.session.shard_ended(0, played.now)
     for _ in range(MAX_LOSSES + 1):
         played.exited(0)
-        played.ready(0)
+        played.again(0)
+    assert played.take(Fail) == []
+
+
+def test_losses_without_a_batch_in_between_are_waited_for_longer_and_longer_and_then_fail_the_session() -> None:
+    played = running(1, timeout=None)
+    waits = []
+    for _ in range(MAX_FRUITLESS - 1):
+        played.exited(0)
+        waits.append(played.again(0))
+    assert waits[0] == 0.0
+    assert all(later >= sooner - 0.05 for sooner, later in pairwise(waits))  # the clock's step
+    assert waits[-1] == pytest.approx(MAX_RESTART_S, abs=0.06)
+    assert played.take(Fail) == []
+    played.exited(0)
+    assert played.error() == (
+        "worker 0 on a (pid 42) was killed by SIGKILL, for the 20th time in a row without a batch in between"
+    )
+
+
+@pytest.mark.parametrize("dispatching", [False, True])
+def test_a_batch_in_between_makes_up_for_losses(dispatching: bool) -> None:
+    played = running(3, dispatching=dispatching)
+    for received in range(MAX_FRUITLESS + 1):
+        played.progress[1] = received, 0
+        played.exited(2 if dispatching else 1)
+        for worker in range(3) if dispatching else [1]:
+            assert played.again(worker) == 0.0
     assert played.take(Fail) == []
 
 

@@ -7,6 +7,7 @@ file, and with it pytest, each time that one starts.
 import functools
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -643,6 +645,28 @@ print(next(iter(loader)))
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, env=quiet)
     assert (process.returncode, process.stderr) == (0, b"")
     assert not psutil.pid_exists(int(process.stdout))
+
+
+def test_a_loader_may_be_shut_down_by_the_thread_that_owns_its_sockets(
+    pool: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The garbage collector runs in any thread."""
+    loader = load(sharded(range(50)), pool)
+    next(iter(loader))
+    (thread,) = (each for each in threading.enumerate() if each.name == "rpc-reading-client")
+
+    class ShutDown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if threading.current_thread() is thread:
+                loader.shutdown()
+
+    with caplog.at_level(logging.DEBUG, "rpc_reading_service.client"):
+        handler = ShutDown()
+        logging.getLogger("rpc_reading_service.client").addHandler(handler)
+        thread.join(10)
+        logging.getLogger("rpc_reading_service.client").removeHandler(handler)
+    assert not thread.is_alive()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_loader_may_be_made_read_and_shut_down_by_three_threads(pool: list[str]) -> None:
