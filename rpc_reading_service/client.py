@@ -26,6 +26,7 @@ from rpc_reading_service.errors import (
     ConnectError,
     RPCReadingError,
     WorkerError,
+    WorkerLostError,
     WorkerTimeoutError,
 )
 from rpc_reading_service.merge import Entry, Item, Merge, Signal
@@ -313,9 +314,15 @@ class Client:
                 warn_at = now + WARN_AFTER_S
                 logger.warning("%s, for %.0f s now", self._with_stacks(name), now - started)
             if self._out_of_time(deadline, now):
-                text = self._with_stacks(name)
-                raise WorkerTimeoutError(f"{text}: gave up after timeout={self._options.timeout:g} s")
+                self._give_up(name)
             self._changed.wait(min(1.0, warn_at - now))
+
+    def _give_up(self, name: Callable[[], str]) -> None:
+        for worker in self._session.workers:
+            if worker.state is protocol.WorkerState.VACANT:
+                raise WorkerLostError(self._session.nowhere_to_go(worker))
+        text = self._with_stacks(name)
+        raise WorkerTimeoutError(f"{text}: gave up after timeout={self._options.timeout:g} s")
 
     def _out_of_time(self, deadline: Deadline | None, now: float) -> bool:
         if deadline is not None:

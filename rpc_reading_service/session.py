@@ -876,9 +876,10 @@ class ClientSession:
                 )
                 self._fail(ConnectError(f"{worker} {reason}"))
             elif worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout:
-                self._fail(WorkerLostError(self._nowhere_to_go(worker)))
+                self._fail(WorkerLostError(self.nowhere_to_go(worker)))
 
-    def _nowhere_to_go(self, worker: Worker) -> str:
+    def nowhere_to_go(self, worker: Worker) -> str:
+        """Why a shard has no worker: what was lost, and what every daemon said."""
         places = "; ".join(f"{link.address}: {link.trouble or link.state.value}" for link in self.links.values())
         return (
             f"{worker.last_loss}, and no slot was found for its shard within {self.options.timeout:g} s ({places}). "
