@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 MINUTES ?= 5
 
-.PHONY: demo test check bench chaos network clean
+.PHONY: demo test check bench chaos chaos-20 network clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -29,6 +29,9 @@ network: $(VENV)/.installed-test
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(MINUTES)
+
+chaos-20: $(VENV)/.installed-test
+	$(BIN)/python tests/chaos.py --seed $(SEED) --seeds 20
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

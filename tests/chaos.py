@@ -1,6 +1,7 @@
 """An epoch while a seeded schedule kills, stops, continues and restarts workers and daemons.
 
     python tests/chaos.py --seed 1 --minutes 10
+    python tests/chaos.py --seed 1 --seeds 20
 
 Every element must arrive exactly once and in the order of an undisturbed run. Also the engine of test_chaos.py.
 """
@@ -10,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -34,8 +36,23 @@ class Report:
     recoveries: list[float] = field(default_factory=list)
     """Seconds from each fault to the next batch."""
 
-    def count(self, fault: str) -> None:
-        self.faults[fault] = self.faults.get(fault, 0) + 1
+    def __str__(self) -> str:
+        waits = sorted(self.recoveries) or [0.0]
+        faults = ", ".join(f"{count} times {fault}" for fault, count in sorted(self.faults.items()))
+        return (
+            f"{self.elements} elements, {faults or 'no fault'}, next batch after a fault: "
+            f"median {statistics.median(waits):.2f} s, at most {waits[-1]:.2f} s"
+        )
+
+    def count(self, fault: str, times: int = 1) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + times
+
+    def add(self, other: "Report") -> None:
+        """What happened in another run, too."""
+        self.elements += other.elements
+        self.recoveries += other.recoveries
+        for fault, times in other.faults.items():
+            self.count(fault, times)
 
 
 class Daemon:
@@ -178,7 +195,7 @@ def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, slown
     loader = DataLoader2(
         graph(elements, slowness),
         reading_service=RPCReadingService(
-            [d.address for d in daemons], num_workers=workers, timeout=60.0, pickle_by_value=(__name__,)
+            [d.address for d in daemons], num_workers=workers, timeout=300.0, pickle_by_value=(__name__,)
         ),
     )
     loader.seed(seed)
@@ -219,23 +236,25 @@ def four_daemons(slots: int = 4) -> Iterator[list[Daemon]]:
 
 @click.command()
 @click.option("--seed", default=0)
+@click.option("--seeds", type=int, help="Runs so many seeds instead of --minutes.")
 @click.option("--minutes", default=1.0)
 @click.option("--elements", default=100_000)
-def main(seed: int, minutes: float, elements: int) -> None:
+def main(seed: int, seeds: int | None, minutes: float, elements: int) -> None:
     """Runs seed after seed until the time is over."""
     end = time.monotonic() + 60 * minutes
+    last = seed + (seeds or 0)
     me = psutil.Process(os.getpid())
+    total = Report()
     with four_daemons() as daemons:
-        while time.monotonic() < end:
+        before = me.memory_info().rss
+        while seed < last or (seeds is None and time.monotonic() < end):
             started = time.monotonic()
-            report = run(seed, elements, daemons)
-            waits = sorted(report.recoveries) or [0.0]
-            click.echo(
-                f"seed {seed}: {report.elements} elements in {time.monotonic() - started:.1f} s, {report.faults}, next "
-                f"batch after a fault: median {waits[len(waits) // 2]:.2f} s, at most {waits[-1]:.2f} s; "
-                f"memory {me.memory_info().rss / 1e6:.0f} MB"
-            )
+            report = run(seed, elements, daemons, slowness=0.008)
+            click.echo(f"seed {seed}: {report} in {time.monotonic() - started:.1f} s")
+            total.add(report)
             seed += 1
+        growth = me.memory_info().rss - before
+    click.echo(f"in all: {total}; memory of the training process grew by {growth / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
 from rpc_reading_service import CheckpointError, RPCReadingService, checkpoint
+from rpc_reading_service.launchers import LocalDaemons
 from rpc_reading_service.testing import local_workers
 
 ELEMENTS = 23
@@ -96,6 +97,38 @@ def test_every_point_of_an_epoch_can_be_gone_on_from(addresses: list[str], graph
             assert head + list(second) == whole[epoch]
             assert list(second) == whole[epoch + 1]
             assert list(second) == whole[epoch + 2]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_points_of_a_large_epoch_can_be_gone_on_from_when_everything_was_killed(
+    addresses: list[str], seed: int
+) -> None:
+    def large(state: Any, where: list[str]) -> DataLoader2[Any]:
+        if state is not None:
+            return DataLoader2.from_state(state, service(where, None))
+        made: DataLoader2[Any] = DataLoader2(
+            IterableWrapper(range(8_000)).shuffle().sharding_filter().map(draw).batch(10),
+            reading_service=service(where),
+        )
+        made.seed(seed)
+        return made
+
+    with large(None, addresses) as undisturbed:
+        whole = [list(undisturbed) for _ in range(3)]
+    counts = random.Random(seed).sample(range(len(whole[0])), 2)
+    saved, victims = [], LocalDaemons([6])
+    try:
+        for count in counts:
+            killed = large(None, victims.addresses)
+            saved.append((list(itertools.islice(killed, count)), killed.state_dict(), killed))
+        victims.processes[0].kill()
+        for count, (head, state, _) in zip(counts, saved, strict=True):
+            with large(state, addresses[count % 2 :]) as resumed:
+                assert [head + list(resumed), list(resumed), list(resumed)] == whole
+    finally:
+        for _, _, killed in saved:
+            killed.shutdown()
+        victims.close()
 
 
 def test_a_state_of_an_epoch_that_is_over_goes_on_with_the_whole_next_one(addresses: list[str]) -> None:
