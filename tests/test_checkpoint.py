@@ -1,9 +1,11 @@
 """Save anywhere in an epoch, kill everything, go on elsewhere: the stream is that of an undisturbed run."""
 
+import functools
 import itertools
 import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -129,6 +131,30 @@ def test_random_points_of_a_large_epoch_can_be_gone_on_from_when_everything_was_
         for _, _, killed in saved:
             killed.shutdown()
         victims.close()
+
+
+class Counted:
+    """An element that notes each time that it is encoded."""
+
+    def __init__(self, number: int, notes: Path) -> None:
+        self.number, self.notes = number, notes
+
+    def __reduce__(self) -> Any:
+        with self.notes.open("ab") as file:
+            file.write(b".")
+        return int, (self.number,)
+
+
+def test_what_a_replay_skips_is_not_encoded(addresses: list[str], tmp_path: Path) -> None:
+    datapipe = (
+        IterableWrapper(range(ELEMENTS)).sharding_filter().map(functools.partial(Counted, notes=tmp_path / "notes"))
+    )
+    with DataLoader2(datapipe, reading_service=service(addresses)) as first:
+        head, state = list(itertools.islice(first, 15)), first.state_dict()
+    (tmp_path / "notes").unlink()
+    with DataLoader2.from_state(state, service(addresses)) as second:
+        assert head + list(second) == list(range(ELEMENTS))
+    assert (tmp_path / "notes").stat().st_size == ELEMENTS - 15
 
 
 def test_a_state_of_an_epoch_that_is_over_goes_on_with_the_whole_next_one(addresses: list[str]) -> None:

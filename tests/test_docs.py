@@ -110,6 +110,14 @@ def test_every_module_is_in_architecture_md() -> None:
     assert modules <= set(re.findall(r"`(\w+)`", (ROOT / "docs/architecture.md").read_text()))
 
 
+def test_every_test_that_a_document_names_is_there() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    text = "".join((ROOT / document).read_text() for document in DOCUMENTS)
+    named = set(re.findall(r"`(test_\w+|Test[A-Z]\w+)`", text))
+    assert named
+    assert {name for name in named if not re.search(rf"(def |^){name}\b", code, re.MULTILINE)} == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_resolve(document: str) -> None:
     text = (ROOT / document).read_text()
