@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 SEED ?= 0
 MINUTES ?= 5
 
-.PHONY: demo test check bench chaos chaos-20 network clean
+.PHONY: demo test check coverage bench chaos chaos-20 network clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+# The modules without I/O, each of whose branches has a test.
+PURE := codec messages merge protocol pool session checkpoint
+PURE_TESTS := codec messages merge protocol pool state
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
@@ -26,6 +30,10 @@ bench: $(VENV)/.installed-examples
 
 network: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m network
+
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PURE_TESTS:%=tests/test_%.py) \
+	    $(PURE:%=--cov=rpc_reading_service.%) --cov-branch --cov-fail-under=100
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(MINUTES)

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
-from rpc_reading_service import CheckpointError, RPCReadingService, checkpoint
+from rpc_reading_service import CheckpointError, RPCReadingService
 from rpc_reading_service.launchers import LocalDaemons
 from rpc_reading_service.testing import local_workers
 
@@ -221,48 +218,6 @@ def test_the_state_is_small(addresses: list[str]) -> None:
 # Refusals: none of them unpickles anything.
 
 
-def some_state(**changes: Any) -> checkpoint.State:
-    state = checkpoint.State(2, "graph", 1, False, [3, 4], 1, 0, "ab", [[1] * 8, [2] * 8], "cd")
-    return msgspec.structs.replace(state, **changes)
-
-
-@given(
-    st.builds(
-        checkpoint.State,
-        num_workers=st.just(3),
-        graph=st.text(max_size=20),
-        epoch=st.integers(0, 2**40),
-        ended=st.booleans(),
-        consumed=st.lists(st.integers(0, 2**60), min_size=3, max_size=3),
-        turn=st.integers(0, 2),
-        skip=st.integers(0, 2**40),
-        received=st.text(max_size=20),
-        generator=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=12), min_size=2, max_size=2),
-        torch_before=st.text(max_size=20),
-    )
-)
-@settings(deadline=None)
-def test_what_is_dumped_is_loaded(state: checkpoint.State) -> None:
-    assert checkpoint.load(checkpoint.dump(state)) == state
-
-
-@given(st.data())
-@settings(deadline=None)
-def test_damage_is_noticed(data: st.DataObject) -> None:
-    good = bytearray(checkpoint.dump(some_state()))
-    position = data.draw(st.integers(0, len(good) - 1))
-    good[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(CheckpointError):
-        checkpoint.load(bytes(good))
-
-
-@given(st.integers(0, 60))
-@settings(deadline=None)
-def test_what_is_cut_short_is_noticed(length: int) -> None:
-    with pytest.raises(CheckpointError):
-        checkpoint.load(checkpoint.dump(some_state())[:length])
-
-
 class Trap:
     """Does not like to be unpickled."""
 
@@ -274,19 +229,6 @@ class Trap:
 def test_a_state_that_is_not_ours_is_refused_and_not_unpickled(addresses: list[str], data: bytes) -> None:
     with pytest.raises(CheckpointError, match="is not one of RPCReadingService: it was saved with another reading"):
         service(addresses).restore(shards(), data)
-
-
-def test_a_state_of_another_version_names_both() -> None:
-    data = bytearray(checkpoint.dump(some_state()))
-    data[17] = 9
-    with pytest.raises(CheckpointError, match="has version 9, this package reads version 1"):
-        checkpoint.load(bytes(data))
-
-
-@pytest.mark.parametrize("changes", [{"consumed": [1]}, {"turn": 2}])
-def test_counts_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"damaged \(counts do not match num_workers\)"):
-        checkpoint.load(checkpoint.dump(some_state(**changes)))
 
 
 def test_another_number_of_workers_is_refused_with_both_numbers(addresses: list[str]) -> None:

@@ -531,6 +531,23 @@ def test_slots_are_held_once_every_daemon_has_answered() -> None:
     ]
 
 
+@pytest.mark.parametrize(("num_workers", "held"), [(None, [0, 2]), (1, [0, 1])])
+def test_a_rank_holds_its_share_of_the_pool_alone(num_workers: int | None, held: list[int]) -> None:
+    played = opening(2, 3, pool=Pool(1, 2), num_workers=num_workers)
+    wanted = {"a": 0, "b": 0}
+    for action in played.session.take_actions():
+        if isinstance(action, Send) and isinstance(action.message, OpenSession):
+            wanted[action.address] = action.message.slots
+    assert list(wanted.values()) == held
+
+
+def test_a_pool_that_is_too_small_is_refused_with_the_arithmetic() -> None:
+    played = opening(1, pool=Pool(1, 2))
+    fail = played.take(Fail)[0]
+    assert isinstance(fail.error, SlotsError)
+    assert str(fail.error).startswith("2 ranks share 1 slots (a with 1); rank 0 would get")
+
+
 def test_a_second_answer_to_a_repeated_hello_changes_nothing() -> None:
     played = opening(1)
     played.take()
