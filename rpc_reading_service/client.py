@@ -100,6 +100,7 @@ class Client:
         self._reported: list[int] = []
         self._undelivered: deque[int] = deque()
         self.tracks_delivery = False
+        self.abandoned: Callable[[], bool] = lambda: False  # whether those who wait for a batch have been told to end
         self._stacks: dict[int, Stack] = {}
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
@@ -185,7 +186,7 @@ class Client:
         """The next batch of an epoch.
 
         Raises:
-            StopIteration: the epoch is over, or another one has been started
+            StopIteration: the epoch is over, or another one has been started, or nobody wants the batch any more
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
@@ -230,7 +231,7 @@ class Client:
         self._report_consumption()
 
         def arrived() -> bool:
-            if self._session.epoch != epoch:
+            if self._session.epoch != epoch or self.abandoned():
                 self._found = Signal.EXHAUSTED
                 return True
             self._found = self._merge.next()

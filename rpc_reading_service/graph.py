@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, TypeAlias
+from weakref import WeakSet
 
 import cloudpickle
 import torch
+import torch.utils.data.graph
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph_settings import apply_sharding
 from torchdata.dataloader2.graph import DataPipe, find_dps, list_dps, replace_dp, set_graph_random_seed, traverse_dps
@@ -47,6 +49,9 @@ IterResetFn: TypeAlias = Callable[[DataPipe], DataPipe]
 
 JOIN_POLL_S = 0.01
 """How often a look is taken at how far torchdata's prefetch thread is."""
+
+TOLD_TO_END_S = 0.5
+"""A prefetch thread of torchdata's that has been told to end, and has not after so long, is waiting for something."""
 
 
 # In the training process: split, and pickle.
@@ -458,6 +463,38 @@ def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:
         thread.join(JOIN_POLL_S)
 
 
+class Abandoned:
+    """Says whether the threads that read from a source have been told to end.
+
+    When the training loop is left, by ``break`` or Ctrl-C, torchdata's ``Prefetcher`` joins its thread, which may be
+    waiting for a batch that takes minutes. ``FullSync`` is left alone: its thread owes the other ranks a collective.
+
+    Args:
+        end: what stays in the training process
+        source: the client's DataPipe in it
+    """
+
+    def __init__(self, end: DataPipe, source: DataPipe) -> None:
+        found = [] if find_dps(traverse_dps(end), FullSync) else list_dps(traverse_dps(end))
+        prefetchers = [each for each in found if isinstance(each, Prefetcher)]
+        # Weakly: whoever drops a loader in mid-epoch need not wait for the garbage collector to have it shut down.
+        self._prefetchers = WeakSet(each for each in prefetchers if source in list_dps(traverse_dps(each)))
+        self._deadline: Deadline | None = None
+
+    def __call__(self) -> bool:
+        """A thread that ends by itself looks the same, but not for long."""
+        if not any(map(_is_told_to_end, self._prefetchers)):
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = Deadline(TOLD_TO_END_S)
+        return self._deadline is not None and self._deadline.expired
+
+
+def _is_told_to_end(prefetcher: Prefetcher) -> bool:
+    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    return thread is not None and thread.is_alive() and (state is None or state.stop_iteration)
+
+
 def load(data: Any, num_workers: int, worker_id: int, elements: Callable[[], Iterator[Any]]) -> Shard:
     """Unpickle a graph and take the shard of one worker, or, for the id after the last, of the dispatching worker.
 
@@ -467,6 +504,7 @@ def load(data: Any, num_workers: int, worker_id: int, elements: Callable[[], Ite
     Raises:
         Exception: whatever the user's modules and ``worker_init_fn`` raise
     """
+    torch.utils.data.graph.pickle = _Tracing  # type: ignore[assignment, attr-defined]
     branch, dispatching, init_fn, reset_fn = pickle.loads(data)
     if worker_id == num_workers:
         return Shard(dispatching, WorkerInfo(num_workers, 0), reset_fn, shared_seeds=True)
@@ -474,6 +512,24 @@ def load(data: Any, num_workers: int, worker_id: int, elements: Callable[[], Ite
     if dispatching is None:
         return Shard(process_init_fn(branch, info, init_fn), info, reset_fn)
     return Shard(_build_dispatched(branch, info, init_fn, DispatchedSource(elements)), info, reset_fn)
+
+
+class _Tracer(pickle.Pickler):
+    """What torch finds the DataPipes of a graph with, by pickling it and throwing away what is written.
+
+    Classes and functions are passed over. Those that have come by value can be pickled by no name here, so that torch
+    would ask ``dill``, which need not be installed, takes long, and fails at classes that refer to each other.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (iter, ((),)) if isinstance(obj, type | FunctionType) else NotImplemented
+
+
+class _Tracing:
+    """As much of ``pickle`` as ``torch.utils.data.graph`` uses; in workers only."""
+
+    Pickler = _Tracer
+    PickleError = pickle.PickleError
 
 
 class DispatchedSource(IterDataPipe[Any]):

@@ -251,6 +251,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             raise
         self._end_datapipe = split.end
         self._collectives = graph.Collectives(split.end)
+        client.abandoned = graph.Abandoned(split.end, source)
         client.tracks_delivery = split.end is not source and graph.is_transparent(split.end, source)
         self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
         return self._end

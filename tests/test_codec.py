@@ -29,6 +29,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from sameness import assert_same
 
 from rpc_reading_service import codec
 from rpc_reading_service.codec import INLINE_LIMIT, Encoded, Encoder, decode, decode_error, encode_error
@@ -49,35 +50,6 @@ def wire(encoded: Encoded) -> Any:
 
 def travel(batch: Any) -> Any:
     return wire(Encoder().encode(batch))
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, as bytes."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[plain.itemsize]
-    return plain.view(carrier).numpy().tobytes()
-
-
-def assert_same(got: Any, sent: Any) -> None:
-    """Assert deep equality of values, types, dtypes and shapes, bit for bit."""
-    assert type(got) is type(sent)
-    if isinstance(sent, torch.Tensor):
-        assert (got.dtype, got.shape, got.requires_grad) == (sent.dtype, sent.shape, sent.requires_grad)
-        assert bits(got) == bits(sent)
-    elif isinstance(sent, np.ndarray):
-        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
-        assert got.flags.writeable
-        assert got.tolist() == sent.tolist() if sent.dtype.hasobject else got.tobytes() == sent.tobytes()
-    elif isinstance(sent, dict):
-        assert list(got) == list(sent)
-        for key in sent:
-            assert_same(got[key], sent[key])
-    elif isinstance(sent, (list, tuple)):
-        assert len(got) == len(sent)
-        for a, b in zip(got, sent, strict=True):
-            assert_same(a, b)
-    else:
-        assert got == sent
 
 
 def refusal(batch: Any) -> str:

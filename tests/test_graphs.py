@@ -4,8 +4,10 @@ Each runs on two one-worker daemons. Where the order over both shards matters, t
 """
 
 import csv
+import gc
 import io
 import os
+import random
 import sys
 import tarfile
 from collections import Counter, namedtuple
@@ -108,6 +110,7 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # the groups of a loader's DataPipes, which refer to each other, go before the last one
         distributed.destroy_process_group()
 
 
@@ -393,6 +396,167 @@ def test_lines_of_files_are_read_on_the_workers_and_a_break_leaves_no_file_open(
         for _ in range(3):
             assert len(list(islice(loader, 3))) == 3
         assert sorted(line.partition(",")[0] for line in loader) == NAMES
+
+
+def rows_of(path: str) -> Iterator[dict[str, Any]]:
+    """Row group by row group, so that a worker never holds a whole file."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=2, columns=["key", "image", "caption"]):
+            yield from batch.to_pylist()
+
+
+def decoded(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "image": torch.tensor(row["image"], dtype=torch.uint8)}
+
+
+def test_parquet_files_are_read_on_the_workers(two_daemons: list[str], tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for number, keys in enumerate((range(5), range(5, 6), range(6, 9))):
+        columns = {"key": list(keys), "image": [[key, key + 1] for key in keys], "unused": list(keys)}
+        table = pyarrow.table({**columns, "caption": [f"caption {key}" for key in keys]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=2)
+    files = FileLister(str(tmp_path), "*.parquet").shuffle().sharding_filter()
+    with load(files.flatmap(rows_of).shuffle().map(decoded).batch(2).collate(), two_daemons) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            rows = [row for batch in batches for row in zip(*map(list, batch.values()), strict=True)]
+            assert batches[0]["image"].dtype == torch.uint8
+            assert sorted((int(key), image.tolist(), caption) for key, image, caption in rows) == [
+                (key, [key, key + 1], f"caption {key}") for key in range(9)
+            ]
+
+
+# As the recommender library freerec builds its loaders (see docs/recipes.md).
+
+
+@dataclass(frozen=True)
+class Column:
+    """A key of the batches, which the training loop makes again and looks up."""
+
+    name: str
+    tags: frozenset[str]
+
+    def tagged(self, tag: str) -> "Column":
+        return Column(self.name, self.tags | {tag})
+
+
+USER, ITEM, SIZE = (Column(name, frozenset({"id"})) for name in ("user", "item", "size"))
+BOUGHT, NOT_BOUGHT = ITEM.tagged("bought"), ITEM.tagged("not bought")
+USERS, ITEMS = 10, 6
+
+
+class Purchases:
+    """One object for all splits, which says what it is in by its mode: each source sets the mode that it needs."""
+
+    def __init__(self) -> None:
+        self.mode = "train"
+        self.bought = {
+            "train": {user: {user % ITEMS, (user + 1) % ITEMS} for user in range(USERS)},
+            "valid": {user: {(user + 2) % ITEMS} for user in range(USERS)},
+        }
+
+    def of(self, user: int) -> set[int]:
+        return self.bought[self.mode][user]
+
+
+class Seeded:
+    """Draws from a generator of its own, which torchdata seeds."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def set_seed(self, seed: int) -> None:
+        self.random.seed(seed)
+
+
+class Numbers(Seeded, IterDataPipe[int]):
+    def __init__(self, count: int, shuffled: bool) -> None:
+        super().__init__()
+        self.numbers = list(range(count))
+        self.shuffled = shuffled
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffled:
+            self.random.shuffle(self.numbers)
+        yield from self.numbers
+
+
+class Step(IterDataPipe[Any]):
+    """Shows torchdata only what it reads from when the graph is traversed, for the data in it is large."""
+
+    def __init__(self, source: Any, purchases: Purchases) -> None:
+        self.source = source
+        self.purchases = purchases
+
+    def __getstate__(self) -> Any:
+        return self.__dict__ if IterDataPipe.getstate_hook is None else self.source
+
+
+class Users(Step):
+    def __init__(self, purchases: Purchases, mode: str) -> None:
+        super().__init__(Numbers(USERS, mode == "train").sharding_filter(), purchases)
+        self.mode = mode
+
+    def __iter__(self) -> Iterator[Any]:
+        self.purchases.mode = self.mode
+        for user in self.source:
+            yield {USER: user}
+
+
+class Sampled(Seeded, Step):
+    def __init__(self, source: Any, purchases: Purchases) -> None:
+        Step.__init__(self, source, purchases)
+        Seeded.__init__(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.source:
+            bought = self.purchases.of(row[USER])
+            others = sorted(set(range(ITEMS)) - bought)
+            yield row | {BOUGHT: self.random.choice(sorted(bought)), NOT_BOUGHT: self.random.choice(others)}
+
+
+class Columns(Step):
+    def __iter__(self) -> Iterator[Any]:
+        for rows in self.source.batch(2):
+            columns = {column: torch.tensor([row[column] for row in rows]).unsqueeze(1) for column in rows[0]}
+            yield columns | {SIZE: len(rows)}
+
+
+def purchases_of(purchases: Purchases, mode: str) -> Any:
+    return Columns(Sampled(Users(purchases, mode), purchases), purchases)
+
+
+def assert_purchases(batches: list[dict[Column, Any]], purchases: Purchases, mode: str) -> None:
+    assert sorted(user for batch in batches for user in batch[USER].flatten().tolist()) == list(range(USERS))
+    assert sum(batch[Column("size", frozenset({"id"}))] for batch in batches) == USERS
+    for batch in batches:
+        purchases.mode = mode
+        for user, bought, other in zip(batch[USER], batch[BOUGHT], batch[ITEM.tagged("not bought")], strict=True):
+            assert int(bought) in purchases.of(int(user))
+            assert int(other) not in purchases.of(int(user))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("behind_ddp", [False, True], ids=["one process", "behind DistributedReadingService"])
+def test_three_loaders_take_turns_as_freerec_lets_them(two_daemons: list[str], behind_ddp: bool) -> None:
+    def loader(mode: str, address: str) -> "DataLoader2[Any]":
+        services = [DistributedReadingService(), service([address])] if behind_ddp else [service([address])]
+        return DataLoader2(purchases_of(purchases, mode), reading_service=SequentialReadingService(*services))
+
+    purchases, (one, other) = Purchases(), two_daemons
+    train, valid, test = loader("train", one), loader("valid", other), loader("valid", other)
+    epochs = []
+    for _ in range(2):
+        epochs.append(list(train))
+        assert_purchases(epochs[-1], purchases, "train")
+        assert_purchases(list(valid), purchases, "valid")
+    valid.shutdown()
+    assert_purchases(list(test), purchases, "valid")
+    for each in (train, valid, test):
+        each.shutdown()
+    assert [batch[USER].tolist() for batch in epochs[0]] != [batch[USER].tolist() for batch in epochs[1]]
 
 
 # How DataLoader2 is used.

@@ -438,8 +438,9 @@ SCRIPT = """
 import json, sys
 from collections import namedtuple
 from dataclasses import dataclass
+from enum import Enum
 from torchdata.dataloader2 import DataLoader2
-from torchdata.datapipes.iter import IterableWrapper
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 from rpc_reading_service import RPCReadingService
 
 Point = namedtuple("Point", "x y")
@@ -448,6 +449,32 @@ Point = namedtuple("Point", "x y")
 class Sample:
     x: int
     next: "Point"
+
+class Colour(Enum):
+    RED, BLUE = 0, 1
+
+class Doubled(IterDataPipe):
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def __iter__(self):
+        for x in self.source:
+            yield self.twice(x)
+
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+class Plus:
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, x):
+        return x + self.n
+
+    def minus(self, x):
+        return x - self.n
 
 OFFSET = 10
 
@@ -460,18 +487,41 @@ def point(x):
 def sample(x):
     return Sample(x, Point(x, x))
 
-def elements(function):
-    datapipe = IterableWrapper(range(4)).sharding_filter().map(function)
+def read(datapipe):
     with DataLoader2(datapipe, reading_service=RPCReadingService(sys.argv[1:])) as loader:
         return list(loader)
 
+def numbers():
+    return IterableWrapper(range(4)).sharding_filter()
+
+def elements(function):
+    return read(numbers().map(function))
+
 points, samples = elements(point), elements(sample)
-print(json.dumps({
+findings = {
     "functions": elements(add) == [10, 11, 12, 13],
     "lambdas": elements(lambda x: x * OFFSET) == [0, 10, 20, 30],
+    "datapipes": read(Doubled(numbers())) == [0, 2, 4, 6],
+    "objects": elements(Plus(1)) == [1, 2, 3, 4] and elements(Plus(1).minus) == [-1, 0, 1, 2],
+    "enums": elements(lambda x: Colour(x % 2)) == 2 * [Colour.RED, Colour.BLUE],
     "namedtuples": [type(p) for p in points] == 4 * [Point] and points == [Point(x, -x) for x in range(4)],
     "dataclasses": [type(s) for s in samples] == 4 * [Sample] and samples == [sample(x) for x in range(4)],
-}))
+}
+
+# As in a notebook of which a cell was changed and run again.
+
+def add(x):
+    return x - OFFSET
+
+@dataclass
+class Sample:
+    x: int
+    next: "Point"
+    new: str = "field"
+
+again = elements(sample)
+changed = [type(s) for s in again] == 4 * [Sample] and again == [sample(x) for x in range(4)]
+print(json.dumps({**findings, "what changed": changed and elements(add) == [-10, -9, -8, -7]}))
 """
 
 
@@ -485,7 +535,10 @@ def script_findings(two_daemons: list[str]) -> dict[str, bool]:
     return findings
 
 
-@pytest.mark.parametrize("what", ["functions", "lambdas", "namedtuples", "dataclasses"])
+IN_MAIN = ["functions", "lambdas", "datapipes", "objects", "enums", "namedtuples", "dataclasses", "what changed"]
+
+
+@pytest.mark.parametrize("what", IN_MAIN)
 def test_what_main_defines_travels_by_value_and_comes_back_as_its_own(
     script_findings: dict[str, bool], what: str
 ) -> None:
