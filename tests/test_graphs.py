@@ -412,7 +412,9 @@ def decoded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_parquet_files_are_read_on_the_workers(two_daemons: list[str], tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     for number, keys in enumerate((range(5), range(5, 6), range(6, 9))):
         columns = {"key": list(keys), "image": [[key, key + 1] for key in keys], "unused": list(keys)}
         table = pyarrow.table({**columns, "caption": [f"caption {key}" for key in keys]})
