@@ -318,6 +318,21 @@ def test_batches_that_are_kept_hold_no_file_descriptors(two_daemons: list[str]) 
     assert all(batch["x"].tolist() == 10 * [number] for number, batch in enumerate(kept))
 
 
+def image_and_label(number: int) -> dict[str, Any]:
+    return {"image": torch.zeros(2_000_000), "label": torch.tensor(number), "boxes": np.full((1, 4), number)}
+
+
+def test_a_label_that_is_kept_does_not_keep_its_image(two_daemons: list[str]) -> None:
+    with load(Made(image_and_label, 100), two_daemons) as loader:
+        iterator = iter(loader)
+        kept = [next(iterator)]
+        (before,) = resident({os.getpid()})
+        kept = [{**batch, "image": None} for batch in chain(kept, iterator)]
+        (after,) = resident({os.getpid()})
+    assert [(int(batch["label"]), batch["boxes"].tolist()) for batch in kept] == [(x, [4 * [x]]) for x in range(100)]
+    assert after - before < 200 << 20, "the images have 800 MB"
+
+
 def four_megabytes(_: int) -> tuple[torch.Tensor, int]:
     return torch.ones(1_000_000), os.getpid()
 
@@ -469,6 +484,15 @@ def test_no_two_workers_and_no_two_epochs_draw_the_same_numbers(two_daemons: lis
     drawn = two_epochs()
     assert len(set(chain.from_iterable(drawn))) == 4 * 16
     assert two_epochs() == drawn
+
+
+def threads(_: int) -> tuple[int, str]:
+    return torch.get_num_threads(), multiprocessing.current_process().name
+
+
+def test_a_worker_runs_one_thread_of_torch_and_says_whose_it_is(two_daemons: list[str]) -> None:
+    with load(Made(threads, 2), two_daemons) as loader:
+        assert [(number, name.startswith("rpc-reading-worker ")) for number, name in loader] == [(1, True), (1, True)]
 
 
 def test_the_same_processes_serve_all_epochs(two_daemons: list[str]) -> None:
@@ -668,22 +692,21 @@ with DataLoader2(pipe, reading_service=RPCReadingService(workers, num_workers=1)
 
 
 def test_two_training_processes_at_once_each_get_their_own_data(two_daemons: list[str]) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", TRAINING]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*command, str(first), *two_daemons], **pipes) for first in (0, 10_000)]
-    try:
-        assert [process.stdout.readline() for process in started] == 2 * ["begun\n"]
-        with load(sharded(), two_daemons) as loader, pytest.raises(SlotsError, match="held by 1 session"):
-            iter(loader)
-        for process in started:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        found = [json.loads(process.communicate(timeout=TIMEOUT_S)[0]) for process in started]
-    finally:
-        for process in started:
-            with process:
-                process.kill()
-    assert found == [2 * [list(range(first, first + 2_000))] for first in (0, 10_000)]
+    command = [sys.executable, "-W", "ignore", "-c", TRAINING, "10000", *two_daemons]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "begun\n"
+            with load(sharded(range(2_000)), two_daemons, num_workers=1) as loader:
+                ours = list(islice(loader, 5))
+                with load(sharded(), two_daemons) as third, pytest.raises(SlotsError, match="held by 1 session"):
+                    iter(third)
+                theirs, _ = other.communicate("\n", timeout=TIMEOUT_S)
+                ours += loader
+        finally:
+            other.kill()
+    assert ours == [0, 1, 2, 3, 4, *range(2_000)]
+    assert json.loads(theirs) == 2 * [list(range(10_000, 12_000))]
 
 
 # Workers that fail, die, or take their time.
@@ -769,6 +792,27 @@ def test_an_exception_comes_as_its_type_with_its_words_after_the_good_batches(
     assert taken == [0, 1, 2, 3, 4]
     assert words in str(error.value)
     assert fail.__name__ in str(error.value), "the worker's traceback"
+
+
+TAILS: dict[str, Callable[[Any], Any]] = {
+    "a prefetch here": lambda graph: Stays(graph).prefetch(3),
+    "a prefetch of a prefetch here": lambda graph: Stays(Stays(graph).prefetch(3)).prefetch(3),
+    "a prefetch on the workers": lambda graph: graph.prefetch(3),
+    "batches here": lambda graph: Stays(graph).batch(1).unbatch(),
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_an_exception_passes_whatever_stands_behind_in_the_graph(two_daemons: list[str], tail: str) -> None:
+    taken: list[int] = []
+    with (
+        load(TAILS[tail](sharded().map(functools.partial(fail_at_5, raise_key_error))), two_daemons) as loader,
+        soon(),
+        pytest.raises(KeyError, match="no such key"),
+    ):
+        taken.extend(loader)
+    assert taken == [0, 1, 2, 3, 4]
+    assert_serves(two_daemons)
 
 
 class Fails(IterDataPipe[Any]):
