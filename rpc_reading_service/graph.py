@@ -466,8 +466,8 @@ def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:
 class Abandoned:
     """Says whether the threads that read from a source have been told to end.
 
-    When the training loop is left, by ``break`` or Ctrl-C, torchdata's ``Prefetcher`` joins its thread, which may be
-    waiting for a batch that takes minutes. ``FullSync`` is left alone: its thread owes the other ranks a collective.
+    Ctrl-C, or any exception inside torchdata's ``Prefetcher``, makes that join its thread, which may be waiting for a
+    batch that takes minutes. ``FullSync`` is left alone: its thread owes the other ranks a collective.
 
     Args:
         end: what stays in the training process
