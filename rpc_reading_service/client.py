@@ -477,7 +477,7 @@ class _IOThread:
 
     def _run(self) -> None:
         try:
-            self._pull = self._context.pull()
+            self._pull = self._context.pull(self._client.session.options.session)
             self._reader = StreamReader(self._pull, self._accepts)
             self._poller.watch(self._pull.raw)
             self._poller.watch(self._client.waker.raw)

@@ -125,7 +125,7 @@ class Feed:
 
     def connect(self, context: transport.Context, address: str, port: int) -> list[Any]:
         """Connect to the dispatching worker; returns what to poll."""
-        self._socket = context.feed_dealer(address, port, self._start.worker)
+        self._socket = context.feed_dealer(self._start.session, self._start.worker, address, port)
         self._reader = StreamReader(self._socket, self._accepts)
         return [self._socket.raw, self._socket.raw_monitor]
 

@@ -18,10 +18,10 @@ addressed to a worker, and what a worker answers, without a look at the payload.
       | -- CloseSession ------------------>   |                                     |
       |  <------------------ SessionClosed -- |                                     |
 
-Data channel, worker PUSH -> client PULL: ``[header]`` or ``[header, body, ...]``, in the order of production, so that
-the end of a shard and an exception cannot overtake the batches before them. Small batches travel together; a large one
-is cut into ``Chunk`` messages, each of which is received straight into its place while the next is under way, and each
-of which is a sign of life on a slow link.
+Data channel, worker ROUTER -> client DEALER, whose routing id only those in the session know: ``[header]`` or
+``[header, body, ...]``, in the order of production, so that the end of a shard and an exception cannot overtake the
+batches before them. Small batches travel together; a large one is cut into ``Chunk`` messages, each of which is
+received straight into its place while the next is under way, and each of which is a sign of life on a slow link.
 """
 
 from typing import Annotated, Any, TypeAlias
@@ -29,7 +29,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20

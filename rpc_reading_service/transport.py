@@ -6,6 +6,8 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 
 import contextlib
 import errno
+import hashlib
+import itertools
 import os
 import re
 import select
@@ -28,7 +30,13 @@ DATA_BYTES = CHUNK_BYTES + (64 << 10)
 """Largest frame that the client's data socket accepts."""
 
 HANDSHAKE_BYTES = 4096
-"""Largest frame that a worker's data socket accepts: nothing is ever sent to it, but the handshake's commands count."""
+"""Largest frame that a worker's data socket accepts: credits at most, but the handshake's commands count."""
+
+STRANGER_MESSAGES = 16
+"""Messages that wait in a socket that strangers can reach, for each connection: what they can make us hold."""
+
+MESSAGES_AT_ONCE = 100
+"""What is read from such a socket before everything else gets its turn."""
 
 HEARTBEAT_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 14_000
@@ -188,17 +196,17 @@ class Context:
     def router(self, host: str, port: int) -> "Router":
         return Router(self._context, host, port)
 
-    def pull(self) -> "Pull":
-        return Pull(self._context)
+    def pull(self, session: str) -> "Pull":
+        return Pull(self._context, session)
 
-    def push(self, host: str, ports: Iterable[int]) -> "Push":
-        return Push(self._context, host, ports)
+    def push(self, session: str, host: str, ports: Iterable[int]) -> "Push":
+        return Push(self._context, session, host, ports)
 
-    def feed_router(self, host: str, ports: Iterable[int]) -> "FeedRouter":
-        return FeedRouter(self._context, host, ports)
+    def feed_router(self, session: str, host: str, ports: Iterable[int]) -> "FeedRouter":
+        return FeedRouter(self._context, session, host, ports)
 
-    def feed_dealer(self, address: str, port: int, worker: int) -> "FeedDealer":
-        return FeedDealer(self._context, address, port, worker)
+    def feed_dealer(self, session: str, worker: int, address: str, port: int) -> "FeedDealer":
+        return FeedDealer(self._context, session, worker, address, port)
 
 
 class Dealer:
@@ -324,11 +332,26 @@ class _Reading:
         self._socket.close(linger=0)
 
 
-class Pull(_Reading):
-    """The client's data socket: every worker's stream arrives here."""
+def _secret_name(session: str, what: str) -> bytes:
+    """The name under which a socket of a session is sent to: only who knows the session can tell it.
 
-    def __init__(self, context: "zmq.Context[Any]") -> None:
-        self._socket = _open(context, zmq.PULL, DATA_BYTES)
+    It begins with a letter, since libzmq keeps names that begin with a zero for itself.
+    """
+    return b"s" + hashlib.sha256(f"{what} of {session}".encode()).digest()
+
+
+class Pull(_Reading):
+    """The client's data socket: every worker's stream arrives here.
+
+    A DEALER that announces itself with an empty message on every new connection (hence ``immediate``: libzmq counts a
+    reconnection as new only with it), and sends nothing else.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", session: str) -> None:
+        self._socket = _open(context, zmq.DEALER, DATA_BYTES)
+        self._socket.routing_id = _secret_name(session, "client")
+        self._socket.probe_router = True
+        self._socket.immediate = True
 
     def connect(self, address: str, port: int) -> str:
         """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
@@ -347,9 +370,9 @@ class Pull(_Reading):
 class FeedDealer(_Reading):
     """A worker's end of the stream that a dispatching worker feeds it."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: str, port: int, worker: int) -> None:
+    def __init__(self, context: "zmq.Context[Any]", session: str, worker: int, address: str, port: int) -> None:
         self._socket = _open(context, zmq.DEALER, DATA_BYTES)
-        self._socket.routing_id = _feed_identity(worker)
+        self._socket.routing_id = _secret_name(session, f"worker {worker}")
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(_beside(address, port))
 
@@ -373,9 +396,9 @@ class FeedRouter:
         OSError: none of the ports is free.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", host: str, ports: Iterable[int]) -> None:
-        self._socket = _open(context, zmq.ROUTER, HANDSHAKE_BYTES)
-        self._socket.router_handover = True
+    def __init__(self, context: "zmq.Context[Any]", session: str, host: str, ports: Iterable[int]) -> None:
+        self._session = session
+        self._socket = _open_to_strangers(context)
         self.port = _bind(self._socket, host, ports)
 
     @property
@@ -383,17 +406,25 @@ class FeedRouter:
         return self._socket
 
     def receive_all(self) -> Iterator[list[bytes]]:
-        """What the workers send, without their names."""
-        for frames in _drain(self._socket):
+        """What the workers send, without their names; more may wait."""
+        for frames in itertools.islice(_drain(self._socket), MESSAGES_AT_ONCE):
             yield frames[1:]
 
     def send(self, worker: int, frames: Sequence[Frame]) -> None:
         """To one worker; it has connected, or nothing would be sent to it."""
-        _send(self._socket, [_feed_identity(worker), *frames])
+        _send(self._socket, [_secret_name(self._session, f"worker {worker}"), *frames])
 
 
-def _feed_identity(worker: int) -> bytes:
-    return b"worker %d" % worker
+def _open_to_strangers(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
+    """A ROUTER that sends to peers by their secret names alone, so that whoever else connects gets nothing.
+
+    A name that connects again is known at its new connection (``router_handover``): the old one may be half open.
+    """
+    socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES)
+    socket_.rcvhwm = STRANGER_MESSAGES
+    socket_.router_mandatory = True
+    socket_.router_handover = True
+    return socket_
 
 
 def _beside(address: str, port: int) -> str:
@@ -408,27 +439,38 @@ def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> bool:
         socket_.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return False
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return False  # nobody of that name is connected
     return True
 
 
 class Push:
-    """A worker's data socket.
+    """A worker's data socket: sends to its session's client, and to nobody else who connects.
 
     Raises:
         OSError: none of the ports is free.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", host: str, ports: Iterable[int]) -> None:
-        self._socket = _open(context, zmq.PUSH, HANDSHAKE_BYTES)
+    def __init__(self, context: "zmq.Context[Any]", session: str, host: str, ports: Iterable[int]) -> None:
+        self._client = _secret_name(session, "client")
+        self._socket = _open_to_strangers(context)
         self.port = _bind(self._socket, host, ports)
 
     @property
     def raw(self) -> Any:
+        """Readable when somebody has connected: the client, or a stranger."""
         return self._socket
 
+    def discard(self) -> None:
+        """Drop what has arrived: the client's announcements, and whatever strangers say."""
+        for _ in itertools.islice(_drain(self._socket), MESSAGES_AT_ONCE):
+            pass
+
     def send(self, frames: Sequence[Frame]) -> bool:
-        """False if no client is connected yet, and nothing was sent."""
-        return _send(self._socket, frames)
+        """False if the client is not connected, and nothing was sent; ``raw`` tells when it is."""
+        return _send(self._socket, [self._client, *frames])
 
     def close(self) -> None:
         self._socket.close(linger=0)

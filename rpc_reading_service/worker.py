@@ -314,7 +314,7 @@ class Outlet(Protocol):
 
     @property
     def blocked(self) -> Any:
-        """What to poll until it is writable; None if nothing waits."""
+        """What else to poll before trying again; None if nothing waits."""
 
     def pump(self) -> bool:
         """Move what can be moved; whether anything was."""
@@ -324,7 +324,7 @@ class Outlet(Protocol):
 
 
 class ClientOutlet:
-    """The way to the client: a PUSH socket, which has nobody to send to before the client has connected."""
+    """The way to the client: a socket which has nobody to send to before the client is there, or there again."""
 
     def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer) -> None:
         self._mailbox = mailbox
@@ -335,6 +335,8 @@ class ClientOutlet:
         self.raw: list[Any] = []
 
     def pump(self) -> bool:
+        if self._outgoing:
+            self._push.discard()  # what woke us; then comes a try
         parcels = self._mailbox.collect()
         self._outgoing.extend(self._packer.pack(parcels))
         while self._outgoing and self._push.send(self._outgoing[0]):
@@ -344,7 +346,6 @@ class ClientOutlet:
 
     @property
     def blocked(self) -> Any:
-        """What to poll until it is writable; None if nothing waits."""
         return self._push.raw if self._outgoing else None
 
     def abandon(self) -> None:
@@ -397,7 +398,7 @@ class IOThread:
         self._credit = self._feed.step(self._credit, time.monotonic())
         blocked = self._outlet.blocked
         if blocked is not None:
-            self._poller.watch(blocked, writable=True)
+            self._poller.watch(blocked)
         self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
         if blocked is not None:
             self._poller.forget(blocked)
@@ -487,11 +488,11 @@ def _build(
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
     if dispatching:
-        mailbox, router = DispatchMailbox(start, waker), context.feed_router(host, ports)
+        mailbox, router = DispatchMailbox(start, waker), context.feed_router(start.session, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
-        mailbox, push = Mailbox(window, waker), context.push(host, ports)
+        mailbox, push = Mailbox(window, waker), context.push(start.session, host, ports)
         outlet, port = ClientOutlet(mailbox, push, Packer(start.session, start.worker, start.attempt)), push.port
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()

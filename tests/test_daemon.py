@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import zmq
 from click.testing import CliRunner
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
@@ -289,6 +290,35 @@ def test_foreign_bytes_on_the_control_port_disturb_no_session(daemon: Daemon, wh
         elements += iterator
         assert elements == list(range(200))
         assert list(loader) == list(range(200))
+
+
+@pytest.mark.parametrize("what", [*FOREIGN_BYTES, "PULL", "DEALER"])
+def test_strangers_on_the_data_ports_take_nothing(daemon: Daemon, data_ports: range, what: str) -> None:
+    with load(sharded(range(3000)), daemon.address, on_worker_loss="raise") as loader:
+        iterator = iter(loader)
+        elements = [next(iterator) for _ in range(5)]
+        with contextlib.ExitStack() as stack:
+            for port in data_ports:
+                if what in FOREIGN_BYTES:
+                    shout(port, FOREIGN_BYTES[what])
+                else:
+                    stack.enter_context(connected(what, port))
+            elements += iterator
+        assert elements == list(range(3000))
+
+
+@contextlib.contextmanager
+def connected(kind: str, port: int) -> Iterator[None]:
+    """A ZeroMQ socket that has shaken hands with a port."""
+    with zmq.Context() as context, context.socket(getattr(zmq, kind)) as stranger:
+        stranger.linger = 0
+        with stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            stranger.connect(f"tcp://127.0.0.1:{port}")
+            if kind == "DEALER":  # a ROUTER and a PULL part after their greeting
+                assert monitor.poll(STOP_S * 1000)
+            yield
+            assert not stranger.poll(0)
+            stranger.disable_monitor()
 
 
 def shout(port: int, data: bytes) -> None:

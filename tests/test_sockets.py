@@ -1,0 +1,189 @@
+"""Sockets of one process against each other: who gets what from a data port, and when."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from rpc_reading_service import transport
+
+SESSION = "0123456789abcdef" * 2
+PATIENCE_S = 5.0
+
+
+class Relay:
+    """Passes TCP connections on to a port, and can break them."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._target = 0
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def start(self, target: int) -> None:
+        self._target = target
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=(source, sink)))
+                    self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        self._part(source, sink)
+
+    @staticmethod
+    def _part(*sockets: socket.socket) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def break_connections(self) -> None:
+        self._part(*self._sockets)
+
+    def close(self) -> None:
+        self._part(self._server, *self._sockets)
+        self._server.close()
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+class Sockets(transport.Context):
+    """A context that closes what was opened in it one by one, as pyzmq wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: list[Any] = []
+
+    def pull(self, session: str) -> transport.Pull:
+        return self._note(super().pull(session))
+
+    def push(self, session: str, host: str, ports: Iterable[int]) -> transport.Push:
+        return self._note(super().push(session, host, ports))
+
+    def feed_router(self, session: str, host: str, ports: Iterable[int]) -> transport.FeedRouter:
+        return self._note(super().feed_router(session, host, ports))
+
+    def feed_dealer(self, session: str, worker: int, address: str, port: int) -> transport.FeedDealer:
+        return self._note(super().feed_dealer(session, worker, address, port))
+
+    def _note(self, opened: Any) -> Any:
+        self._opened.append(opened.raw)
+        return opened
+
+    def close(self) -> None:
+        for raw in self._opened:
+            raw.close(linger=0)
+        super().close()
+
+
+@pytest.fixture
+def context() -> Iterator[Sockets]:
+    context = Sockets()
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay()
+    yield relay
+    relay.close()
+
+
+@pytest.fixture
+def push(context: Sockets) -> transport.Push:
+    return context.push(SESSION, "127.0.0.1", [0])
+
+
+def wait_until(happened: Callable[[], bool], *raws: object) -> None:
+    """Poll the sockets, so that each thread's commands are carried out, until it has happened."""
+    poller = transport.Poller()
+    for raw in raws:
+        poller.watch(raw)
+    deadline = transport.Deadline(PATIENCE_S)
+    while not happened():
+        assert not deadline.expired
+        poller.wait(0.02)
+
+
+def received(pull: transport.Pull) -> list[bytes]:
+    frames = []
+    while (frame := pull.receive()) is not None:
+        frames.append(frame)
+    return frames
+
+
+def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
+    context: Sockets, push: transport.Push
+) -> None:
+    assert not push.send([b"too early"])
+    pull = context.pull(SESSION)
+    pull.connect("127.0.0.1:1", push.port)
+    poller = transport.Poller()
+    poller.watch(push.raw)
+    wait_until(lambda: bool(poller.wait(0.0)), push.raw, pull.raw)
+    push.discard()
+    assert push.send([b"now"])
+    wait_until(lambda: received(pull) == [b"now"], pull.raw)
+
+
+def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transport.Push) -> None:
+    stranger, pull = context.pull("f" * 32), context.pull(SESSION)
+    poller = transport.Poller()
+    poller.watch(push.raw)
+    stranger.connect("127.0.0.1:1", push.port)
+    wait_until(lambda: bool(poller.wait(0.0)), push.raw, stranger.raw)  # it has been announced
+    push.discard()
+    assert not push.send([b"secret"])
+    pull.connect("127.0.0.1:1", push.port)
+    wait_until(lambda: push.send([b"secret"]), push.raw, pull.raw)
+    wait_until(lambda: received(pull) == [b"secret"], pull.raw)
+    assert received(stranger) == []
+
+
+def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told(
+    context: Sockets, push: transport.Push, relay: Relay
+) -> None:
+    relay.start(push.port)
+    pull = context.pull(SESSION)
+    pull.connect("127.0.0.1:1", relay.port)
+    wait_until(lambda: push.send([b"one"]), push.raw, pull.raw)
+    wait_until(lambda: received(pull) == [b"one"], pull.raw)
+    push.discard()
+    relay.break_connections()
+    wait_until(lambda: not push.send([b"lost"]), pull.raw)
+    poller = transport.Poller()
+    poller.watch(push.raw)
+    wait_until(lambda: bool(poller.wait(0.0)), pull.raw)
+    assert push.send([b"two"])
+    wait_until(lambda: b"two" in received(pull), pull.raw)
+
+
+def test_a_feed_goes_to_its_worker_alone(context: Sockets) -> None:
+    router = context.feed_router(SESSION, "127.0.0.1", [0])
+    dealers = [context.feed_dealer(SESSION, worker, "127.0.0.1:1", router.port) for worker in range(2)]
+    stranger = context.feed_dealer("f" * 32, 0, "127.0.0.1:1", router.port)
+    for dealer in [stranger, *dealers]:
+        dealer.send([b"credit"])
+    arrived: list[list[bytes]] = []
+    wait_until(lambda: arrived.extend(router.receive_all()) or len(arrived) == 3, router.raw)
+    for worker in range(2):
+        router.send(worker, [b"for %d" % worker])
+    for worker, dealer in enumerate(dealers):
+        wait_until(lambda dealer=dealer, worker=worker: dealer.receive() == b"for %d" % worker, dealer.raw)
+    assert stranger.receive() is None
