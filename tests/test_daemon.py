@@ -106,10 +106,10 @@ def data_ports() -> range:
 
 @pytest.fixture(scope="module")
 def daemons(data_ports: range) -> Iterator[list[Daemon]]:
-    """One daemon for many tests, then five that a test may end; they start together."""
+    """One daemon for many tests, then six that a test may end; they start together."""
     ports = f"{data_ports[0]}-{data_ports[-1]}"
     started = [Daemon("--port", "0", "--slots", str(SLOTS), "--data-ports", ports)]
-    started += [Daemon("--port", "0", "--slots", "1") for _ in range(5)]
+    started += [Daemon("--port", "0", "--slots", "1") for _ in range(6)]
     everyone = list(started)
     try:
         assert all(each.line for each in started), [each.errors for each in started]
@@ -285,7 +285,7 @@ FOREIGN_BYTES = {
 def test_foreign_bytes_on_the_control_port_disturb_no_session(daemon: Daemon, what: str) -> None:
     with load(sharded(range(200)), daemon.address, num_workers=2) as loader:
         iterator = iter(loader)
-        elements = [next(iterator) for _ in range(5)]
+        elements = [next(iterator) for _ in range(6)]
         shout(daemon.port, FOREIGN_BYTES[what])
         elements += iterator
         assert elements == list(range(200))
@@ -296,7 +296,7 @@ def test_foreign_bytes_on_the_control_port_disturb_no_session(daemon: Daemon, wh
 def test_strangers_on_the_data_ports_take_nothing(daemon: Daemon, data_ports: range, what: str) -> None:
     with load(sharded(range(3000)), daemon.address, on_worker_loss="raise") as loader:
         iterator = iter(loader)
-        elements = [next(iterator) for _ in range(5)]
+        elements = [next(iterator) for _ in range(6)]
         with contextlib.ExitStack() as stack:
             for port in data_ports:
                 if what in FOREIGN_BYTES:
@@ -343,7 +343,7 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
     try:
         with load(sharded(range(200)), daemon.address, num_workers=2) as loader:
             iterator = iter(loader)
-            elements = [next(iterator) for _ in range(5)]
+            elements = [next(iterator) for _ in range(6)]
             stranger = context.dealer(daemon.address)
             stranger.send(frames)
             stranger.send([messages.encode(messages.Heartbeat(session, 0))])
@@ -404,7 +404,7 @@ def assert_ends(daemon: Daemon, family: list[psutil.Process], name: str) -> None
 def test_a_killed_daemon_leaves_no_process_and_its_port_can_be_taken_at_once(victim: Daemon) -> None:
     with load(sharded(range(5000)).map(str), victim.address) as loader:
         iterator = iter(loader)
-        elements = [next(iterator) for _ in range(5)]
+        elements = [next(iterator) for _ in range(6)]
         family = victim.family()
         victim.process.kill()
         victim.process.wait()
