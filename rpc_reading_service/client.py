@@ -63,8 +63,11 @@ logger = logging.getLogger(__name__)
 WARN_AFTER_S = 30.0
 """A wait that lasts longer is logged: who is waited for, and what it is doing."""
 
-CLOSE_S = 5.0
-"""How long ``close`` waits for the daemons to confirm that the workers are gone."""
+CLOSE_S = 1.8
+"""How long ``close`` waits for the daemons to confirm that the workers are gone: Ctrl-C is to end within 2 s."""
+
+POLL_S = 0.25
+"""How often a wait looks whether it has been abandoned."""
 
 DATA_SILENCE_S = 5.0
 """A worker that is waited for and sends nothing for so long is asked how far it is; one that then has sent what does
@@ -316,12 +319,11 @@ class Client:
                 logger.warning("%s, for %.0f s now", self._with_stacks(name), now - started)
             if self._out_of_time(deadline, now):
                 self._give_up(name)
-            self._changed.wait(min(1.0, warn_at - now))
+            self._changed.wait(min(POLL_S, warn_at - now))
 
     def _give_up(self, name: Callable[[], str]) -> None:
-        for worker in self._session.workers:
-            if worker.state is protocol.WorkerState.VACANT:
-                raise WorkerLostError(self._session.nowhere_to_go(worker))
+        if (worker := self._session.longest_vacant(time.monotonic())) is not None:
+            raise WorkerLostError(self._session.nowhere_to_go(worker))
         text = self._with_stacks(name)
         raise WorkerTimeoutError(f"{text}: gave up after timeout={self._options.timeout:g} s")
 
@@ -383,15 +385,24 @@ class Client:
     # Close.
 
     def close(self) -> None:
-        """End the workers and wait until they are gone; safe at any time, from any thread, and twice."""
+        """End the workers and wait until they are gone; safe at any time, from any thread, and twice.
+
+        The garbage collector may run it in the I/O thread, in the middle of a step: the session is closed after that.
+        """
         if os.getpid() != self._pid or self._closed:
             return
         with self._changed:
             self._closed = True
-            self._session.close(time.monotonic())
+            if not self._io.is_current:
+                self.close_session()
             self._changed.notify_all()
         self._waker.wake()
         self._io.join(CLOSE_S + 1.0)
+
+    def close_session(self) -> None:
+        """Tell the daemons, with the lock held, if that is due and has not been done."""
+        if self._closed and not self._session.closed:
+            self._session.close(time.monotonic())
 
     # For the I/O thread, with the lock held.
 
@@ -426,11 +437,16 @@ class Client:
     def failed(self) -> bool:
         return self._error is not None
 
-    def arrived(self, worker: int) -> None:
-        """Something came from a worker."""
-        self._last_arrival = self._heard[worker] = time.monotonic()
+    def heard(self, worker: int) -> None:
+        """A worker is there."""
+        self._heard[worker] = time.monotonic()
         self._overdue.pop(worker, None)
         self._changed.notify_all()
+
+    def arrived(self, worker: int) -> None:
+        """A batch came from a worker, or the end of its shard."""
+        self._last_arrival = time.monotonic()
+        self.heard(worker)
 
     def stack(self, stack: Stack) -> None:
         """A worker said what it is doing, and how far it is."""
@@ -441,14 +457,15 @@ class Client:
 
     def _compare(self, stack: Stack) -> None:
         """What a worker has sent with what has arrived."""
-        now, received = time.monotonic(), self._merge.received[stack.worker]
+        now = time.monotonic()
+        received = self._merge.received[stack.worker] + (stack.worker not in self._merge.unfinished)
         if stack.produced <= received:
             self._overdue.pop(stack.worker, None)
             return
         noted, since = self._overdue.setdefault(stack.worker, (received, now))
         if noted == received and now - max(since, self._heard.get(stack.worker, now)) > DATA_SILENCE_S:
             reason = (
-                f"is cut off: {stack.produced - received} of its batches have not arrived for {now - since:.0f} s, "
+                f"is cut off: {stack.produced - received} of its messages have not arrived for {now - since:.0f} s, "
                 "though its daemon answers"
             )
             self._session.break_off(stack.worker, stack.attempt, reason, now)
@@ -468,11 +485,16 @@ class _IOThread:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the thread that asks."""
+        return self._thread is threading.current_thread()
+
     def join(self, seconds: float) -> None:
         """Wait until the sockets are closed; a thread that never ran has opened none."""
         if self._thread.ident is None:
             self._close()
-        elif self._thread is not threading.current_thread():
+        elif not self.is_current:
             self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -507,6 +529,7 @@ class _IOThread:
 
     def _step(self) -> None:
         with self._client.lock:
+            self._client.close_session()
             self._client.session.tick(time.monotonic())
             actions = self._client.session.take_actions()
         for action in actions:
@@ -647,7 +670,7 @@ class _IOThread:
             if session.is_starting(header.worker, header.attempt):
                 merge.restart(header.worker, header.attempt)
                 session.data_opened(header.worker, now)
-                client.arrived(header.worker)
+                client.heard(header.worker)
             return
         elif not merge.accepts(header):
             return  # the next epoch was started while it was received

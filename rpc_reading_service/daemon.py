@@ -67,8 +67,8 @@ HASH_SEED = "0"
 """Of every worker on every machine, unless the daemon's own PYTHONHASHSEED says otherwise."""
 
 WARM_UP_S = 120.0
-ASK_S = 1.0
-TERMINATE_S = 1.0
+ASK_S = 0.7
+TERMINATE_S = 0.5
 """How long a worker has to end when asked, and then when terminated, before it is killed."""
 
 STOPPED_S = 5.0
@@ -175,7 +175,10 @@ class Session:
     identity: bytes
     connection: int
     received: int
+    """Messages of this session from its client."""
     sent: int = 0
+    """Messages of this session to its client."""
+    was_in_step: bool = True
     slots: int = 0
     graph: StoredGraph | None = None
     workers: dict[tuple[int, int], WorkerProcess] = field(default_factory=dict)
@@ -355,10 +358,19 @@ class Daemon:
             case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
                 self._relay_down(session, message, payload, now)
             case Heartbeat():
-                if self._is_in_step(session, message):
-                    self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
+                self._heartbeat(session, message)
             case CloseSession():
                 self._end(session, "")
+
+    def _heartbeat(self, session: Session, message: Heartbeat) -> None:
+        """Only the second one out of step counts: the first by a new connection may overtake what came before it."""
+        if message.sent == session.received:
+            session.was_in_step = True
+        elif session.was_in_step:
+            session.was_in_step = False
+        elif not self._is_in_step(session, message):
+            return
+        self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         trouble = protocol.incompatible(message.protocol, message.versions, self._versions)
@@ -392,15 +404,18 @@ class Daemon:
         held = session.slots if session else 0
         if message.slots > held + self.free:
             return self._send(identity, Refused("slots", self._no_slots(message)))
+        graph = (session and session.graph) or self._graphs.get(message.graph)
+        try:
+            graph = graph or StoredGraph(message.graph, message.graph_bytes)
+        except OSError as error:  # no descriptors, no memory
+            return self._send(identity, Refused("slots", f"{self.address} has no room for the graph: {error}"))
         if session is None:
             session = Session(message.session, message.client, identity, connection, message.sent + 1)
             self._sessions[message.session] = session
             logger.info("= %s is open, on %d slots", session, message.slots)
         session.slots = max(held, message.slots)
-        session.graph = session.graph or self._graphs.get(message.graph)
-        has_graph = session.graph is not None
-        session.graph = session.graph or StoredGraph(message.graph, message.graph_bytes)
-        self._tell(session, SessionOpened(session.session, session.sent, session.slots, has_graph))
+        session.graph = graph
+        self._tell(session, SessionOpened(session.session, session.sent, session.slots, graph.complete))
 
     def _is_in_step(self, session: Session, message: CountedMessage | StartWorker) -> bool:
         """Whether everything has arrived that the client has sent; if not, the session starts again here."""
@@ -442,8 +457,8 @@ class Daemon:
             return self._waiting.append((session, message))
         try:
             worker = self._launch(session, message)
-        except OSError as error:  # no memory, no descriptors, too many processes
-            return self._exited(session, message, f"was not started: {error}")
+        except (OSError, EOFError) as error:  # no descriptors; or no memory, at which the forkserver ends
+            return self._exited(session, message, f"was not started: {error or 'the forkserver ended'}")
         session.workers[message.worker, message.attempt] = worker
         self._poller.watch(worker.channel.raw)
         self._poller.watch(worker.process.sentinel)
@@ -565,13 +580,14 @@ class Daemon:
         batch = worker.logbook.read()
         worker.logbook.close()
         reason = describe_exit(worker.process.exitcode or 0)
+        cut_off = worker.process.exitcode == protocol.EXIT_CUT_OFF  # not the fault of the batch it was waiting for
         worker.process.close()
         asked = worker.kill_steps is not None
         logger.log(
             logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason
         )
         if not asked and not worker.failed:
-            self._exited(session, worker.start, reason, batch)
+            self._exited(session, worker.start, reason, None if cut_off else batch)
 
     def _exited(self, session: Session, start: WorkerMessage, reason: str, batch: int | None = None) -> None:
         self._tell(session, WorkerExited(session.session, start.worker, start.attempt, reason, batch))

@@ -10,6 +10,7 @@ What a worker does to its part is what torchdata's own worker does, in the same 
 import functools
 import hashlib
 import io
+import logging
 import pickle
 import sys
 from collections import ChainMap
@@ -42,6 +43,8 @@ from torchdata.datapipes.iter import FullSync, IterDataPipe, PinMemory, Prefetch
 from rpc_reading_service.errors import GraphError, GraphPickleError
 from rpc_reading_service.messages import CHUNK_BYTES
 from rpc_reading_service.transport import Deadline
+
+logger = logging.getLogger(__name__)
 
 InitFn: TypeAlias = Callable[[DataPipe, WorkerInfo], DataPipe]
 ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
@@ -408,9 +411,14 @@ def resume(datapipe: DataPipe) -> None:
             dp.resume()
 
 
+def _thread_of(prefetcher: Prefetcher) -> tuple[Any, Any]:
+    """Its thread and what that works on; one that was unpickled and has not begun lacks the attribute."""
+    return prefetcher.thread, getattr(prefetcher, "prefetch_data", None)
+
+
 def _pause_prefetcher(prefetcher: Prefetcher) -> None:
     """``Prefetcher.pause`` waits for ever if its thread ends between its two looks at it; this one looks again."""
-    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    thread, state = _thread_of(prefetcher)
     if thread is None or state is None:
         return
     state.run_prefetcher = False
@@ -451,7 +459,7 @@ class Collectives:
 
 
 def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:
-    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    thread, state = _thread_of(prefetcher)
     while (
         thread is not None
         and state is not None
@@ -461,6 +469,11 @@ def _fill(prefetcher: Prefetcher, deadline: Deadline) -> None:
         and not deadline.expired
     ):
         thread.join(JOIN_POLL_S)
+    if deadline.expired:
+        logger.warning(
+            "%r behind FullSync has not filled its buffer within timeout=%s s: the next epoch may end early, or hang",
+            prefetcher, deadline.timeout,
+        )  # fmt: skip
 
 
 class Abandoned:
@@ -491,7 +504,7 @@ class Abandoned:
 
 
 def _is_told_to_end(prefetcher: Prefetcher) -> bool:
-    thread, state = prefetcher.thread, prefetcher.prefetch_data
+    thread, state = _thread_of(prefetcher)
     return thread is not None and thread.is_alive() and (state is None or state.stop_iteration)
 
 

@@ -289,7 +289,8 @@ class Stack(WorkerMessage, frozen=True):
     epoch: Count
     """The epoch that it is at."""
     produced: Count
-    """Batches of that epoch that it has sent, or is replaying up to: more than have arrived are under way, or lost."""
+    """Batches of that epoch that it has sent, or is replaying up to, and the end of its shard: more than have arrived
+    are under way, or lost."""
     busy_s: float
     """Seconds spent so far in the graph's current ``next``; 0 if it is not in one."""
     where: Text

@@ -82,7 +82,7 @@ MAX_FAILED_STARTS = 5
 """So many workers of one shard that die before they are ready mean that it cannot be started."""
 
 MAX_FRUITLESS = 20
-"""So many losses of one shard without a batch in between mean that it does not get anywhere."""
+"""So many losses of one shard that is waited for, without a batch in between, mean that it does not get anywhere."""
 
 RESTART_S = 0.05
 MAX_RESTART_S = 5.0
@@ -240,7 +240,7 @@ class Worker:
     losses: dict[tuple[int, int], int] = field(default_factory=dict)
     failed_starts: int = 0
     fruitless: int = 0
-    lost_at: tuple[int, int] = (0, -1)
+    lost_at: tuple[int, int, bool] = (0, -1, False)
     not_before: float = 0.0
     last_loss: str = ""
 
@@ -678,7 +678,9 @@ class ClientSession:
 
     def _wait_longer(self, worker: Worker, now: float) -> None:
         shards = range(self.num_shards) if self.options.dispatching else [worker.worker]
-        place = self.epoch, sum(self._progress(shard)[0] for shard in shards)
+        progress = [self._progress(shard) for shard in shards if shard in self._unfinished]
+        awaited = worker.state is not _S.PAUSED and any(received == consumed for received, consumed in progress)
+        place = self.epoch, sum(received for received, _ in progress), awaited
         worker.fruitless = worker.fruitless + 1 if place == worker.lost_at else 1
         worker.lost_at = place
         if worker.fruitless > 1:
@@ -701,7 +703,8 @@ class ClientSession:
         if worker.failed_starts >= MAX_FAILED_STARTS:
             text = f"{worker.last_loss}, for the {MAX_FAILED_STARTS}th time in a row while it was being started"
             return self._fail(WorkerLostError(text))
-        if worker.fruitless >= MAX_FRUITLESS:
+        _, _, awaited = worker.lost_at
+        if awaited and worker.fruitless >= MAX_FRUITLESS:
             text = f"{worker.last_loss}, for the {MAX_FRUITLESS}th time in a row without a batch in between"
             return self._fail(WorkerLostError(text))
         if batch is not None:
@@ -867,7 +870,6 @@ class ClientSession:
                 self._actions.append(FailToConnect([link.address for link in silent]))
             return
         self._place_vacant(now)
-        timeout = self.options.timeout
         for worker in self.workers:
             if worker.state is _S.STARTING and worker.port and now - worker.since > self.options.connect_timeout:
                 reason = (
@@ -875,8 +877,19 @@ class ClientSession:
                     "that port in the firewall, or fix the range with rpc-reading-worker --data-ports LO-HI and open it"
                 )
                 self._fail(ConnectError(f"{worker} {reason}"))
-            elif worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout:
+            elif self._is_overdue(worker, now):
                 self._fail(WorkerLostError(self.nowhere_to_go(worker)))
+
+    def _is_overdue(self, worker: Worker, now: float) -> bool:
+        """Whether it is waited for, and has had no place for ``timeout``."""
+        timeout = self.options.timeout
+        feeds = worker.worker == self.num_shards and self._unfinished
+        needed = not self.epoch or worker.worker in self._unfinished or feeds
+        return bool(needed) and worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout
+
+    def longest_vacant(self, now: float) -> Worker | None:
+        """The worker that is waited for and has been without a place for nearly ``timeout``, if there is one."""
+        return next((worker for worker in self.workers if self._is_overdue(worker, now + HEARTBEAT_S)), None)
 
     def nowhere_to_go(self, worker: Worker) -> str:
         """Why a shard has no worker: what was lost, and what every daemon said."""

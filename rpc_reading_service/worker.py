@@ -168,6 +168,7 @@ class Runner:
         self._epoch = 0
         self._seq = 0
         self._skip = 0
+        self._ended = False
         self._change(protocol.WorkerEvent.READY)
 
     def _change(self, event: protocol.WorkerEvent) -> None:
@@ -176,8 +177,8 @@ class Runner:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch, and batches of it produced; read by the I/O thread."""
-        return self._epoch, self._seq
+        """Epoch, and batches of it produced, one more at the end of the shard; read by the I/O thread."""
+        return self._epoch, self._seq + self._ended
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -218,6 +219,7 @@ class Runner:
     def _begin(self, message: StartEpoch, seeds: bytes) -> None:
         self._change(protocol.WorkerEvent.BEGIN)
         self._epoch, self._seq, self._skip = message.epoch, message.skip, message.skip
+        self._ended = False
         # The old iterator ends first: a thread of its own would go on drawing from the generators seeded next.
         self._iterator = None
         self._feed.read(message.epoch)
@@ -271,6 +273,7 @@ class Runner:
         self._put(Parcel(self._epoch, self._seq, kind, body))
         self._feed.finish(self._epoch)
         self._iterator = None
+        self._ended = True
 
 
 class DispatchRunner(Runner):

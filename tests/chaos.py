@@ -90,7 +90,7 @@ class Daemon:
         self.process = self._start()
 
     def _gone(self) -> None:
-        self.process.wait(15)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -118,8 +118,15 @@ class Chaos(threading.Thread):
         self._stop_now = threading.Event()
         self._stopped: list[psutil.Process] = []
         self.last_fault: float | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # raised again by ``stop``
+            self._error = error
+
+    def _run(self) -> None:
         while not self._stop_now.wait(self._rng.uniform(0.2, 2 * self._rest)):
             for _ in range(self._rng.randint(1, 3)):
                 self._break_something()
@@ -129,6 +136,8 @@ class Chaos(threading.Thread):
         self._stop_now.set()
         self.join()
         self._continue_all()
+        if self._error is not None:
+            raise self._error
 
     def _break_something(self) -> None:
         fault = self._rng.choices(
@@ -254,6 +263,9 @@ def main(seed: int, seeds: int | None, minutes: float, elements: int) -> None:
             total.add(report)
             seed += 1
         growth = me.memory_info().rss - before
+        assert total.faults, "nothing was disturbed"
+        left = [worker for daemon in daemons for worker in daemon.workers()]
+        assert psutil.wait_procs(left, 10)[1] == [], "workers were left behind"
     click.echo(f"in all: {total}; memory of the training process grew by {growth / 1e6:.0f} MB")
 
 

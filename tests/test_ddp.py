@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,14 +162,13 @@ def epochs(
         return [list(islice(loader, stop)) for stop in stops]
 
 
-def left_before_a_collective(workers: Any, stop: int) -> list[list[Any]]:
+def left_before_a_collective(workers: Any, kind: str, stop: int) -> list[list[Any]]:
     """Two epochs; on rank 0 the thread of ``FullSync`` is busy elsewhere when the first one is left."""
-    with closing(load(workers, "plain", N, SEED)) as loader:
+    with closing(load(workers, kind, N, SEED)) as loader:
         iterator = iter(loader)
         taken = list(islice(iterator, stop - 1))
         if dist.get_rank() == 0:
-            (fullsync,) = find_dps(traverse_dps(loader.datapipe), FullSync)
-            wait([fullsync._executor._futures[0]])
+            fullsync = find_dps(traverse_dps(loader.datapipe), FullSync)[-1]
             left = threading.Event()
             fullsync._executor._executor.submit(left.wait)
             threading.Timer(LEAVING_S, left.set).start()
@@ -429,9 +427,12 @@ def test_an_epoch_that_all_ranks_leave_early_changes_nothing_in_the_next(
         assert values(found[-1]) == values(expected[-1])
 
 
-def test_a_rank_takes_part_in_every_collective_that_the_others_have_begun(two_ranks: Ranks, daemons: list[str]) -> None:
-    whole = two_ranks.run(epochs, daemons)
-    left = two_ranks.run(left_before_a_collective, daemons, stop=5)
+@pytest.mark.parametrize("kind", ["plain", "prefetched"])
+def test_a_rank_takes_part_in_every_collective_that_the_others_have_begun(
+    two_ranks: Ranks, daemons: list[str], kind: str
+) -> None:
+    whole = two_ranks.run(epochs, daemons, kind=kind)
+    left = two_ranks.run(left_before_a_collective, daemons, kind=kind, stop=5)
     for (first, second), (taken, rest) in zip(whole, left, strict=True):
         assert values(taken) == values(first)[:5]
         assert values(rest) == values(second)

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tarfile
+import time
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -160,6 +161,17 @@ def test_fullsync_stays_here_behind_the_service_that_adds_it(two_daemons: list[s
             elements = list(loader)
             assert sorted(x for x, _ in elements) == [0, 1, 2, 3, 4, 5]
             assert os.getpid() not in {pid for _, pid in elements}
+
+
+def test_a_prefetch_that_has_not_begun_is_no_obstacle(two_daemons: list[str]) -> None:
+    left, right = Stays(sharded(range(20)).map(slowly)).fork(2)
+    with load(left.concat(right.prefetch(2)), two_daemons) as loader:
+        assert [x for x, _ in loader] == 2 * list(range(20))
+
+
+def slowly(x: int) -> int:
+    time.sleep(0.02)
+    return x
 
 
 class ReadsOn(Stays):

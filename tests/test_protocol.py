@@ -1095,6 +1095,44 @@ def test_losses_without_a_batch_in_between_are_waited_for_longer_and_longer_and_
     )
 
 
+@pytest.mark.parametrize("why", ["ended", "paused", "nobody waits"])
+def test_losses_that_nobody_waited_for_never_fail_the_session(why: str) -> None:
+    played = running(1, timeout=None, progress={0: (5, 4)} if why == "nobody waits" else {})
+    if why == "ended":
+        played.session.shard_ended(0, played.now)
+    if why == "paused":
+        played.session.request(Pause, b"", False, played.now)
+    for _ in range(MAX_FRUITLESS + 1):
+        played.exited(0)
+        played.again(0)
+    assert played.take(Fail) == []
+    played.progress[0] = 5, 5
+    played.session.request(Resume, b"", False, played.now)
+    played.exited(0)
+    assert played.take(Fail) == []
+
+
+@pytest.mark.parametrize("why", ["dropped", "between epochs"])
+def test_a_shard_that_nobody_waits_for_may_be_without_a_place_for_long(why: str) -> None:
+    played = running(1, 1, on_worker_loss="drop" if why == "dropped" else "recover")
+    if why == "between epochs":
+        played.session.shard_ended(1, played.now)
+    played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))
+    for _ in range(100):
+        played.beat("a")
+        played.receive("a", Refused("slots", "0 of 1 slots free on a"))
+        played.tick(1.0)
+    assert played.take(Fail) == []
+    assert played.session.longest_vacant(played.now) is None
+
+
+def test_only_a_worker_without_a_place_for_nearly_timeout_is_the_one_that_is_missing() -> None:
+    played = running(1, 1)
+    played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))
+    assert played.session.longest_vacant(played.now) is None
+    assert played.session.longest_vacant(played.now + 59.5) is played.session.workers[1]
+
+
 @pytest.mark.parametrize("dispatching", [False, True])
 def test_a_batch_in_between_makes_up_for_losses(dispatching: bool) -> None:
     played = running(3, dispatching=dispatching)
