@@ -6,7 +6,7 @@ are guarded by one lock; what they decide under it is carried out outside it.
 
     training loop    next() -> merge.next -> codec.decode -> the user's batch
                        |  waits on the condition; credit: a note to session, and a wake
-    I/O thread       poll -> receive into fresh memory -> merge.add -> notify; session.receive; session.tick
+    I/O thread       poll -> receive into recycled memory -> merge.add -> notify; session.receive; session.tick
 """
 
 import logging
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rpc_reading_service import codec, messages, protocol, transport
+from rpc_reading_service import buffers, codec, messages, protocol, transport
 from rpc_reading_service.errors import (
     AddressError,
     ClosedError,
@@ -500,7 +500,8 @@ class _IOThread:
     def _run(self) -> None:
         try:
             self._pull = self._context.pull(self._client.session.options.session)
-            self._reader = StreamReader(self._pull, self._accepts)
+            pool = buffers.Pool(keep=self._client.session.options.prefetch_bytes)
+            self._reader = StreamReader(self._pull, self._accepts, pool.allocate)
             self._poller.watch(self._pull.raw)
             self._poller.watch(self._client.waker.raw)
             for address in self._client.session.links:

@@ -133,11 +133,18 @@ class StreamReader:
     Args:
         receiver: the socket
         accepts: whether a message with this header is wanted; asked before anything is allocated for it
+        allocate: gives the memory for a buffer
     """
 
-    def __init__(self, receiver: Receiver, accepts: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        accepts: Callable[[Any], bool],
+        allocate: Callable[[int], memoryview] = buffers.allocate,
+    ) -> None:
         self._receiver = receiver
         self._accepts = accepts
+        self._allocate = allocate
         self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
 
     def read(self, at_most: int) -> Iterator[Arrival]:
@@ -193,15 +200,15 @@ class StreamReader:
 
     def _assembly(self, header: Large) -> buffers.Assembly:
         try:
-            return buffers.Assembly(header.sizes)
-        except (MemoryError, ValueError) as error:
+            return buffers.Assembly(header.sizes, self._allocate)
+        except (MemoryError, ValueError, OSError, OverflowError) as error:
             nbytes = sum(header.sizes)
             raise StreamError(f"worker {header.worker}: no memory for a batch of {nbytes} bytes") from error
 
     def _buffer(self, header: Batches, size: int) -> Any:
         if size > CHUNK_BYTES or not self._receiver.more:
             raise StreamError(f"worker {header.worker}: a buffer is missing, or larger than a message may be")
-        buffer = buffers.allocate(size)
+        buffer = self._allocate(size)
         if self._receiver.receive_into(buffer) != size:
             raise StreamError(f"worker {header.worker}: a buffer has not the size that was announced")
         return buffer

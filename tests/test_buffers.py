@@ -1,0 +1,207 @@
+"""Recycled memory: it comes back when nobody looks at it any more, and never before."""
+
+import copy
+import gc
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc_reading_service import codec
+from rpc_reading_service.buffers import Pool
+from rpc_reading_service.recycling import LEAST_BYTES
+
+NBYTES = 96 << 10
+
+
+def address(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
+def received(memory: memoryview, mark: int) -> torch.Tensor:
+    """A tensor as the client makes it from the wire, every byte of which is ``mark``."""
+    marked = torch.full((memory.nbytes,), mark, dtype=torch.uint8).view(torch.int32).reshape(-1, 2)
+    header, (sent,) = codec.Encoder().encode(marked)
+    memory[:] = sent
+    tensor: torch.Tensor = codec.decode(header, [memory])
+    return tensor
+
+
+# Every way that we know to look at a tensor's memory, or to take a copy of it.
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda t: t,
+    "slice": lambda t: t[7:9],
+    "one element": lambda t: t[-1, -1],
+    "reshape": lambda t: t.reshape(2, -1),
+    "transpose": lambda t: t.T,
+    "other dtype": lambda t: t.view(torch.uint8)[100:],
+    "detach": lambda t: t.detach(),
+    "alias": lambda t: torch.ops.aten.alias(t),
+    "parameter": lambda t: torch.nn.Parameter(t.view(torch.float32), requires_grad=False),
+    "numpy": lambda t: t.numpy(),
+    "slice of numpy": lambda t: t.numpy()[3:, 1],
+    "view of a view of numpy": lambda t: t.numpy()[3:].view(np.uint8).reshape(-1)[::5],
+    "as_tensor of numpy": lambda t: torch.as_tensor(t.numpy()[5:]),
+    "from_numpy of a view": lambda t: torch.from_numpy(t.numpy().reshape(-1)[9:11]),
+    "memoryview": lambda t: memoryview(t.numpy()),
+    "slice of a memoryview": lambda t: memoryview(t.numpy()).cast("B")[64:128],
+    "frombuffer": lambda t: np.frombuffer(memoryview(t.numpy()), np.uint8),
+    "dlpack to torch": lambda t: torch.from_dlpack(t),
+    "dlpack to numpy": lambda t: np.from_dlpack(t),
+    "storage": lambda t: t.untyped_storage(),
+    "tensor on the storage": lambda t: torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage(), 16, (32,), (1,)),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "pickle out of band": lambda t: _out_of_band(t.numpy()),
+    "deepcopy": lambda t: copy.deepcopy(t),
+    "clone": lambda t: t.clone(),
+}
+
+
+def _out_of_band(array: np.ndarray[Any, Any]) -> Any:
+    parts: list[pickle.PickleBuffer] = []
+    return pickle.loads(pickle.dumps(array, 5, buffer_callback=parts.append), buffers=parts)
+
+
+def holds_only(look: Any, mark: int) -> bool:
+    if isinstance(look, torch.UntypedStorage):
+        look = torch.empty(0, dtype=torch.uint8).set_(look)
+    data = np.ascontiguousarray(look).reshape(-1).view(np.uint8)
+    return bool((data == mark).all())
+
+
+# ------------------------------------------------------------------------------------------------------- recycling
+
+
+def test_memory_that_nobody_looks_at_is_used_again() -> None:
+    pool = Pool(keep=1 << 20)
+    tensor = received(pool.allocate(NBYTES), 1)
+    before = tensor.data_ptr()
+    del tensor
+    assert address(pool.allocate(NBYTES)) == before
+
+
+def test_sizes_of_one_class_share_their_memory() -> None:
+    pool = Pool(keep=1 << 20)
+    before = address(pool.allocate(NBYTES))
+    assert address(pool.allocate(NBYTES - 100)) == before
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_memory_that_is_looked_at_is_not_used_again(look: Callable[[torch.Tensor], Any]) -> None:
+    pool = Pool(keep=1 << 20)
+    kept = look(received(pool.allocate(NBYTES), 1))
+    gc.collect()
+    others = [received(pool.allocate(NBYTES), 2) for _ in range(3)]
+    assert holds_only(kept, 1)
+    assert all(holds_only(other, 2) for other in others)
+
+
+def test_no_more_free_memory_is_kept_than_allowed() -> None:
+    pool = Pool(keep=3 * NBYTES)
+    lent = [pool.allocate(NBYTES) for _ in range(10)]
+    lent.clear()
+    assert pool._shelf.nbytes <= 3 * NBYTES
+    assert not pool._lent
+
+
+def test_small_buffers_are_not_worth_recycling() -> None:
+    pool = Pool(keep=1 << 20)
+    assert len(pool.allocate(LEAST_BYTES - 1)) == LEAST_BYTES - 1
+    assert not pool._lent
+
+
+def test_memory_may_be_dropped_by_the_garbage_collector_in_the_midst_of_an_allocation() -> None:
+    """In that thread, which holds the lock, so that it must neither wait for it nor forget the block."""
+    pool = Pool(keep=1 << 20)
+    buffer = [pool.allocate(NBYTES)]
+    with pool._lock:
+        buffer.clear()
+    assert len(pool._returned) == 1
+    kept = [pool.allocate(NBYTES)]
+    assert not pool._returned
+    assert len(pool._lent) == len(kept)
+
+
+def test_what_was_received_outlives_the_pool() -> None:
+    pool = Pool(keep=1 << 20)
+    tensor = received(pool.allocate(NBYTES), 3)
+    view = tensor[4:]
+    del pool, tensor
+    gc.collect()
+    assert holds_only(view, 3)
+
+
+# A user is anything that keeps some looks, drops others, in several threads, while batches go on arriving.
+
+
+class User:
+    """Keeps looks at batches; each of its batches has a mark that no other live batch has."""
+
+    def __init__(self, pool: Pool, marks: "list[int]") -> None:
+        self._pool = pool
+        self._marks = marks
+        self._kept: list[tuple[int, Any]] = []
+
+    def take(self, nbytes: int, look: str) -> None:
+        mark = self._marks.pop()
+        self._kept.append((mark, LOOKS[look](received(self._pool.allocate(nbytes), mark))))
+
+    def drop(self, index: int) -> None:
+        if self._kept:
+            mark, look = self._kept.pop(index % len(self._kept))
+            assert holds_only(look, mark)
+            del look
+            self._marks.append(mark)
+
+    def check(self) -> None:
+        for mark, look in self._kept:
+            assert holds_only(look, mark)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.sampled_from([NBYTES, NBYTES // 8 * 7, 2 * NBYTES]), st.sampled_from([*LOOKS])),
+        st.tuples(st.just("drop"), st.integers(0, 20)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+@settings(max_examples=40, deadline=None)
+def test_nothing_that_is_kept_ever_changes(steps: list[tuple[Any, ...]]) -> None:
+    user = User(Pool(keep=4 * NBYTES), list(range(1, 100)))
+    for name, *args in steps:
+        getattr(user, name)(*args)
+        user.check()
+
+
+def test_nothing_that_is_kept_ever_changes_while_threads_take_and_drop_at_once() -> None:
+    pool = Pool(keep=4 * NBYTES)
+    start = threading.Barrier(4)
+
+    def use(thread: int) -> None:
+        choose = random.Random(thread)
+        user = User(pool, list(range(thread * 60 + 1, thread * 60 + 60)))
+        start.wait()
+        for _ in range(80):
+            user.take(choose.choice([NBYTES, 2 * NBYTES]), choose.choice([*LOOKS]))
+            if choose.random() < 0.8:
+                user.drop(choose.randrange(100))
+            if choose.random() < 0.1:
+                gc.collect(0)
+            user.check()
+
+    with ThreadPoolExecutor(4) as threads:
+        for result in [threads.submit(use, thread) for thread in range(4)]:
+            result.result()
+    gc.collect()
+    assert not pool._lent
