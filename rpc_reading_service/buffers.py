@@ -67,6 +67,7 @@ class Owner:
 
     def __init__(self, memory: Any, nbytes: int) -> None:
         self._memory = memory
+        self.nbytes = nbytes
         self._kind = ctypes.c_ubyte * nbytes
         self._watch: weakref.ref[Any] | None = None
 

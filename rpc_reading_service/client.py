@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rpc_reading_service import buffers, codec, messages, protocol, transport
+from rpc_reading_service import buffers, codec, messages, protocol, segments, transport
 from rpc_reading_service.errors import (
     AddressError,
     ClosedError,
@@ -568,6 +568,9 @@ class _IOThread:
                     self._conclude(action)
 
     def _connect_data(self, action: ConnectData) -> None:
+        if not self._share_memory(action):
+            with self._client.lock:
+                return self._client.fail(ConnectError(no_shared_memory(action)))
         try:
             endpoint = self._pull.connect(action.address, action.port)
         except AddressError as error:  # its name does not resolve any more
@@ -575,6 +578,16 @@ class _IOThread:
                 self._client.session.break_off(action.worker, action.attempt, str(error), time.monotonic())
         else:
             self._endpoints[action.worker, action.attempt] = endpoint
+
+    def _share_memory(self, action: ConnectData) -> bool:
+        """False if that is insisted upon and cannot be had."""
+        wanted = self._client.session.options.transport
+        offer = None if wanted == "tcp" else action.offer
+        attachment = segments.attach(action.pid, offer) if offer is not None else None
+        if attachment is not None:
+            self._reader.attach(action.worker, action.attempt, attachment)
+        logger.debug("= worker %d sends by %s", action.worker, "shared memory" if attachment else "TCP")
+        return attachment is not None or wanted != "shm"
 
     def _conclude(self, action: Action) -> None:
         match action:
@@ -619,6 +632,7 @@ class _IOThread:
     def _disconnect(self, worker: int, attempt: int) -> None:
         endpoint = self._endpoints.pop((worker, attempt), None)
         self._reader.forget(worker)
+        self._reader.detach(worker, attempt)
         if endpoint is not None:
             self._pull.disconnect(endpoint)
 
@@ -684,6 +698,15 @@ class _IOThread:
         else:
             merge.add(header.worker, arrival.entries)
         client.arrived(header.worker)
+
+
+def no_shared_memory(action: ConnectData) -> str:
+    """Why a worker cannot serve a client that insists on shared memory."""
+    return (
+        f"worker {action.worker} on {action.address} and this process do not see the same shared memory, on which "
+        "transport='shm' insists: that takes one host, one user and, for containers, one PID namespace; use 'auto' or "
+        "'tcp'"
+    )
 
 
 def remote_error(action: FailRemotely) -> BaseException:

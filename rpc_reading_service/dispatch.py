@@ -299,7 +299,7 @@ class FeedOutlet:
         leaving = self._mailbox.collect()
         for worker, parcels in leaving:
             for message in self._packer.pack(parcels):
-                self._router.send(worker, message)
+                self._router.send(worker, message.frames)
         return bool(leaving)
 
     @property

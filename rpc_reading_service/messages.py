@@ -29,11 +29,14 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
 """Largest body on the data channel: one 77 MB frame moved 1.24 GB/s, 0.5-1 MiB frames 2.4 GB/s."""
+
+NONCE_BYTES = 32
+"""Of what proves that both ends see the same memory."""
 
 CONTROL_BYTES = CHUNK_BYTES + (64 << 10)
 """Largest frame that a control socket accepts: a graph chunk and some room."""
@@ -195,6 +198,15 @@ class StopWorker(WorkerMessage, frozen=True):
     """Client to daemon, and on to the worker: end; the slot stays with the session."""
 
 
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's shared memory, for a client that sees it; not a message of its own."""
+
+    fd: Count
+    """Number of the board's descriptor in the worker."""
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    """What stands on the board: proves that it is this worker's, and not one that merely looks alike."""
+
+
 class WorkerReady(WorkerMessage, frozen=True):
     """Worker to client: the graph is built and sharded; the data channel is bound."""
 
@@ -202,6 +214,8 @@ class WorkerReady(WorkerMessage, frozen=True):
     """Process id on the daemon's machine."""
     port: Annotated[int, Meta(ge=1, le=65535)]
     """TCP port of the data channel, on the daemon's address."""
+    offer: Offer | None
+    """Its shared memory, unless it is the dispatching worker."""
 
 
 class WorkerFailed(WorkerMessage, frozen=True):
@@ -346,11 +360,33 @@ class Opened(Data, frozen=True):
     """First message of every worker, without a body: the data channel works."""
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where in shared memory a buffer is; not a message of its own."""
+
+    number: Count
+    """Of the segment: no other one of this worker ever had it."""
+    slot: Count
+    """Where on the board the segment's return is noted."""
+    fd: Count
+    """Number of its descriptor in the worker."""
+    size: Count
+    """Of the segment, in bytes."""
+    use: Count
+    """What is noted on the board when nobody looks at it any more."""
+    offset: Count
+    """Of the buffer."""
+
+
 class Batches(Data, frozen=True):
-    """Small batches, at most ``CHUNK_BYTES`` in all: their codec headers in one frame, then a frame for each buffer."""
+    """Batches of at most ``CHUNK_BYTES`` in all, not counting what lies in shared memory.
+
+    Their codec headers come in one frame, then a frame for each buffer that has no place.
+    """
 
     sizes: list[list[Count]]
     """Per batch: bytes of its codec header, then bytes of each of its buffers."""
+    places: dict[Count, Place]
+    """Of the buffers that lie in shared memory: by their number in this message."""
 
 
 class Large(Data, frozen=True):

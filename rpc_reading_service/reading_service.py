@@ -65,6 +65,7 @@ class Options:
     pickle_by_value: tuple[str, ...]
     prefetch_bytes: int | None
     share_workers: bool
+    transport: str
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int) and self.num_workers is not None and self.num_workers > self.workers:
@@ -104,6 +105,7 @@ class Options:
             graph_bytes=len(payload.data),
             dispatching=payload.dispatching,
             pool=None if own_daemons else self._pool(),
+            transport=self.transport,
         )
 
 
@@ -131,7 +133,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         keys: none in this version, which has no encryption: any other value is refused
         prefetch_bytes: upper bound of all batches in flight or waiting, in bytes; one batch per worker may always
             move; by default a quarter of the free memory, at most 2 GiB
-        transport: ``"auto"`` or ``"tcp"``; in this version both are TCP, and ``"shm"``, shared memory, is refused
+        transport: ``"auto"`` moves batches through shared memory where a worker is on this host, else over TCP;
+            ``"tcp"`` and ``"shm"`` insist
         share_workers: in a distributed training (``torch.distributed`` is initialized) every rank takes its own share
             of the daemons: ``workers[rank::world_size]`` if there are enough, else an even part of the slots of one;
             False: this rank may use all of ``workers``
@@ -159,7 +162,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         transport: str = "auto",
         share_workers: bool = True,
     ) -> None:
-        _not_in_this_version(keys, transport)
+        _not_in_this_version(keys)
         self._options = Options(
             workers=_check_workers(workers),
             num_workers=_at_least(1, "num_workers", num_workers, optional=True),
@@ -174,6 +177,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             pickle_by_value=_check_modules(pickle_by_value),
             prefetch_bytes=_at_least(1, "prefetch_bytes", prefetch_bytes, optional=True),
             share_workers=_flag("share_workers", share_workers),
+            transport=_one_of(("auto", "tcp", "shm"), "transport", transport),
         )
         self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
         self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
@@ -469,14 +473,12 @@ def _pickled(function: Any) -> bytes:
 # Arguments.
 
 
-def _not_in_this_version(keys: object, transport_name: str) -> None:
+def _not_in_this_version(keys: object) -> None:
     if keys is not None:
         raise ValueError(
             "keys: this version has neither encryption nor authentication, so it takes no keys; use it on loopback or "
             "on a trusted network only"
         )
-    if _one_of(("auto", "tcp", "shm"), "transport", transport_name) == "shm":
-        raise ValueError("transport='shm': this version moves batches over TCP only, also on one host; use 'auto'")
 
 
 def _check_workers(workers: Sequence[str] | str | int | None) -> tuple[str, ...] | int | None:

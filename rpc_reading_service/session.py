@@ -36,6 +36,7 @@ from rpc_reading_service.messages import (
     Hello,
     Limit,
     Message,
+    Offer,
     OpenSession,
     Pause,
     Refused,
@@ -112,6 +113,9 @@ class ConnectData(NamedTuple):
     attempt: int
     address: str
     port: int
+    pid: int
+    offer: Offer | None
+    """Its shared memory."""
 
 
 class DisconnectData(NamedTuple):
@@ -180,6 +184,7 @@ class SessionOptions:
     graph_bytes: int = 0
     dispatching: bool = False
     pool: Pool | None = None
+    transport: str = "auto"
 
     def bytes_per_worker(self, num_workers: int) -> int:
         """Each worker's share of ``prefetch_bytes``: its window and the client's meter go by the same."""
@@ -509,7 +514,8 @@ class ClientSession:
         worker.pid, worker.port, worker.since = message.pid, message.port, now
         if worker.worker == self.num_shards:  # the dispatching worker sends the client nothing
             return self._stand_by(worker, now)
-        self._actions.append(ConnectData(worker.worker, worker.attempt, link.address, message.port))
+        where = (link.address, message.port, message.pid)
+        self._actions.append(ConnectData(worker.worker, worker.attempt, *where, message.offer))
 
     def _failed(self, link: Link, message: WorkerFailed | Done, payload: bytes) -> None:
         worker = self.workers[message.worker]

@@ -4,12 +4,13 @@ The two ends of a stream: ``Packer`` in a worker; ``StreamReader`` in the client
 worker feeds. What arrives is received straight into memory of its own.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from rpc_reading_service import buffers, messages, protocol
+from rpc_reading_service import buffers, messages, protocol, segments
 from rpc_reading_service.errors import StreamError
 from rpc_reading_service.merge import Entry
 from rpc_reading_service.messages import (
@@ -38,11 +39,24 @@ class Parcel(NamedTuple):
     kind: type[Data]
     """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
     header: bytes = b""
-    buffers: Sequence[memoryview] = ()
+    buffers: "Sequence[memoryview | segments.Lent]" = ()
 
     @property
     def sizes(self) -> list[int]:
         return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
+
+    @property
+    def frames(self) -> list[memoryview]:
+        """The buffers that do not lie in shared memory."""
+        return [buffer for buffer in self.buffers if isinstance(buffer, memoryview)]
+
+
+class Packed(NamedTuple):
+    """A message, ready to be sent."""
+
+    frames: list[Frame]
+    parcels: Sequence[Parcel] = ()
+    """What is in it."""
 
 
 class Packer:
@@ -55,16 +69,16 @@ class Packer:
     def __init__(self, session: str, worker: int, attempt: int) -> None:
         self._stream = (session, worker, attempt)
 
-    def opened(self) -> list[Frame]:
+    def opened(self) -> Packed:
         """The first message of all."""
-        return [messages.encode(Opened(*self._stream, 0, 0))]
+        return Packed([messages.encode(Opened(*self._stream, 0, 0))])
 
-    def pack(self, parcels: Sequence[Parcel]) -> Iterator[list[Frame]]:
+    def pack(self, parcels: Sequence[Parcel]) -> Iterator[Packed]:
         """The messages for these parcels, in order."""
         together: list[Parcel] = []
         room = CHUNK_BYTES
         for parcel in parcels:
-            nbytes = sum(parcel.sizes)
+            nbytes = len(parcel.header) + sum(buffer.nbytes for buffer in parcel.frames)
             small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
             if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
                 yield self._batches(together)
@@ -75,7 +89,7 @@ class Packer:
             elif parcel.kind is Batches:
                 yield from self._large(parcel)
             else:
-                yield [messages.encode(self._header(parcel, parcel.kind)), parcel.header]
+                yield Packed([messages.encode(self._header(parcel, parcel.kind)), parcel.header], [parcel])
         if together:
             yield self._batches(together)
 
@@ -83,17 +97,20 @@ class Packer:
         header: Message = kind(*self._stream, parcel.epoch, parcel.seq, *fields)
         return header
 
-    def _batches(self, parcels: Sequence[Parcel]) -> list[Frame]:
-        header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels])
+    def _batches(self, parcels: Sequence[Parcel]) -> Packed:
+        all_buffers = [buffer for parcel in parcels for buffer in parcel.buffers]
+        places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
+        header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
         body = b"".join(parcel.header for parcel in parcels)
-        return [messages.encode(header), body, *(buffer for parcel in parcels for buffer in parcel.buffers)]
+        frames = (buffer for buffer in all_buffers if isinstance(buffer, memoryview))
+        return Packed([messages.encode(header), body, *frames], parcels)
 
-    def _large(self, parcel: Parcel) -> Iterator[list[Frame]]:
-        yield [messages.encode(self._header(parcel, Large, parcel.sizes))]
-        for part, data in enumerate([memoryview(parcel.header), *parcel.buffers]):
+    def _large(self, parcel: Parcel) -> Iterator[Packed]:
+        yield Packed([messages.encode(self._header(parcel, Large, parcel.sizes))], [parcel])
+        for part, data in enumerate([memoryview(parcel.header), *parcel.frames]):
             for offset in range(0, data.nbytes, CHUNK_BYTES):
                 header = self._header(parcel, Chunk, part, offset)
-                yield [messages.encode(header), data[offset : offset + CHUNK_BYTES]]
+                yield Packed([messages.encode(header), data[offset : offset + CHUNK_BYTES]], [parcel])
 
 
 # The receiving end.
@@ -146,6 +163,7 @@ class StreamReader:
         self._accepts = accepts
         self._allocate = allocate
         self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
+        self._attachments: dict[tuple[int, int], segments.Attachment] = {}
 
     def read(self, at_most: int) -> Iterator[Arrival]:
         """What has arrived and is wanted."""
@@ -158,15 +176,26 @@ class StreamReader:
             if arrival is not None:
                 yield arrival
 
+    def attach(self, worker: int, attempt: int, attachment: segments.Attachment) -> None:
+        """The buffers of this worker may lie in shared memory."""
+        self._attachments[worker, attempt] = attachment
+
+    def detach(self, worker: int, attempt: int) -> None:
+        """The worker is gone; whatever is still looked at stays mapped."""
+        self._attachments.pop((worker, attempt), None)
+
     def forget(self, worker: int) -> None:
-        """The worker is gone, and with it the rest of its batch."""
+        """The rest of the worker's batch will not come."""
         self._assemblies.pop(worker, None)
 
     def _take_in(self, frame: bytes) -> Arrival | None:
         header: Any = None
         try:
             header = messages.decode(frame, FromWorkerData)
-            return self._receive(header) if self._accepts(header) else None
+            if self._accepts(header):
+                return self._receive(header)
+            self._refuse(header)
+            return None
         except msgspec.DecodeError as error:
             return Arrival(None, error=StreamError(f"a data message cannot be read: {error}"))
         except StreamError as error:
@@ -185,6 +214,12 @@ class StreamReader:
             case _:
                 return Arrival(header, body=self._receiver.receive_frame() if self._receiver.more else b"")
 
+    def _refuse(self, header: Any) -> None:
+        attachment = self._attachments.get((header.worker, header.attempt))
+        if isinstance(header, Batches) and attachment is not None:
+            for place in header.places.values():
+                attachment.give_back(place)
+
     def _batches(self, header: Batches) -> list[Entry]:
         if not self._receiver.more:
             raise StreamError(f"worker {header.worker}: a message with batches has no body")
@@ -192,11 +227,20 @@ class StreamReader:
         if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != body.nbytes:
             raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
         entries, start = [], 0
+        lent, numbers = self._look(header), itertools.count()
         for header_size, *sizes in header.sizes:
-            parts = [self._buffer(header, size) for size in sizes]
+            parts = [lent.get(next(numbers)) or self._buffer(header, size) for size in sizes]
             entries.append(Entry(body[start : start + header_size], parts, protocol.weight((header_size, *sizes))))
             start += header_size
         return entries
+
+    def _look(self, header: Batches) -> dict[int, memoryview]:
+        if not header.places:
+            return {}
+        attachment = self._attachments.get((header.worker, header.attempt))
+        if attachment is None:
+            raise StreamError(f"worker {header.worker}: a buffer lies in shared memory that was not agreed upon")
+        return attachment.look(header.places, [size for sizes in header.sizes for size in sizes[1:]])
 
     def _assembly(self, header: Large) -> buffers.Assembly:
         try:

@@ -11,6 +11,7 @@ travel together; while it is slow, each leaves at once. If the daemon dies, so d
 """
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -20,16 +21,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from rpc_reading_service import buffers, codec, graph, messages, protocol, transport
+from rpc_reading_service import buffers, codec, graph, messages, protocol, segments, transport
 from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedBroken, FeedOutlet
 from rpc_reading_service.messages import (
+    CHUNK_BYTES,
     AskStack,
     Batches,
     ConnectFeed,
@@ -50,7 +52,7 @@ from rpc_reading_service.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from rpc_reading_service.stream import Packer, Parcel
+from rpc_reading_service.stream import Packed, Packer, Parcel
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ EXIT_FAILED = 70
 
 EXIT_ORPHANED = 71
 """The daemon is gone."""
+
+SEGMENTS_PER_WINDOW = 2
+"""Shared memory of a worker, in its shares of ``prefetch_bytes``: what is in flight, and what the user keeps."""
 
 IDLE_S = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -71,11 +76,13 @@ class Mailbox:
     Args:
         window: whether one more batch may be produced
         waker: wakes the I/O thread
+        drop: told of each parcel that will not be sent, since the next epoch has begun
     """
 
-    def __init__(self, window: protocol.Window, waker: transport.Waker) -> None:
+    def __init__(self, window: protocol.Window, waker: transport.Waker, drop: Callable[[Parcel], None]) -> None:
         self._window = window
         self._waker = waker
+        self._drop = drop
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
@@ -100,7 +107,7 @@ class Mailbox:
         """Hand a parcel to the I/O thread."""
         with self._changed:
             if parcel.epoch != self._epoch:
-                return  # the next epoch's command came meanwhile
+                return self._drop(parcel)  # the next epoch's command came meanwhile
             if parcel.kind is Batches:
                 self._window.produce(protocol.weight(parcel.sizes))
             self._parcels.append(parcel)
@@ -119,6 +126,8 @@ class Mailbox:
                         self._window.credit(message.consumed)
                 case StartEpoch():
                     self._epoch = message.epoch
+                    for parcel in self._parcels:
+                        self._drop(parcel)
                     self._parcels.clear()
                     self._window.begin(message.skip, message.credit)
                     self._commands.append((message, payload))
@@ -144,6 +153,7 @@ class Runner:
         start: which worker this is
         feed: from the dispatching worker, if there is one
         logbook: where the daemon can read what this worker was at when it died
+        memory: shared with the client; None if there is none to share
     """
 
     def __init__(
@@ -154,6 +164,7 @@ class Runner:
         start: StartWorker,
         feed: Feed,
         logbook: buffers.Logbook,
+        memory: segments.Segments | None,
     ) -> None:
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
@@ -163,6 +174,7 @@ class Runner:
         self._start = start
         self._feed = feed
         self._logbook = logbook
+        self._memory = memory
         self._encoder = codec.Encoder()
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
@@ -254,13 +266,19 @@ class Runner:
             encoded = self._encoder.encode(batch)
         except BaseException as error:  # a batch's own reducers may raise anything, too
             return self._fail(error)
-        # User code can reach the batch's memory as soon as it goes on.
-        copies = [buffers.snapshot(buffer) for buffer in encoded.buffers]
         try:
-            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, copies))
+            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded)))
         except BufferError as error:
             return self._fail(error)
         self._seq += 1
+
+    def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | segments.Lent]:
+        """User code can reach the batch's memory as soon as it goes on."""
+        if encoded.buffers and self._memory is not None and len(encoded.header) <= CHUNK_BYTES:
+            lent = self._memory.place(encoded.buffers)
+            if lent is not None:
+                return lent
+        return [buffers.snapshot(buffer) for buffer in encoded.buffers]
 
     def _put(self, parcel: Parcel) -> None:
         self._mailbox.put(parcel)
@@ -329,11 +347,12 @@ class Outlet(Protocol):
 class ClientOutlet:
     """The way to the client: a socket which has nobody to send to before the client is there, or there again."""
 
-    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer) -> None:
+    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer, drop: Callable[[Parcel], None]) -> None:
         self._mailbox = mailbox
         self._push = push
         self._packer = packer
-        self._outgoing: deque[list[transport.Frame]] = deque([packer.opened()])
+        self._drop = drop
+        self._outgoing: deque[Packed] = deque([packer.opened()])
         self._opened = False
         self.raw: list[Any] = []
 
@@ -342,7 +361,7 @@ class ClientOutlet:
             self._push.discard()  # what woke us; then comes a try
         parcels = self._mailbox.collect()
         self._outgoing.extend(self._packer.pack(parcels))
-        while self._outgoing and self._push.send(self._outgoing[0]):
+        while self._outgoing and self._push.send(self._outgoing[0].frames):
             self._outgoing.popleft()
             self._opened = True
         return bool(parcels)
@@ -352,7 +371,10 @@ class ClientOutlet:
         return self._push.raw if self._outgoing else None
 
     def abandon(self) -> None:
-        self._outgoing = deque([] if self._opened else [self._outgoing[0]])
+        first = 0 if self._opened else 1
+        while len(self._outgoing) > first:
+            for parcel in self._outgoing.pop().parcels:
+                self._drop(parcel)
 
 
 class IOThread:
@@ -490,19 +512,30 @@ def _build(
     dispatching = start.worker == start.num_workers
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
+    memory: segments.Segments | None = None
     if dispatching:
         mailbox, router = DispatchMailbox(start, waker), context.feed_router(start.session, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
-        mailbox, push = Mailbox(window, waker), context.push(start.session, host, ports)
-        outlet, port = ClientOutlet(mailbox, push, Packer(start.session, start.worker, start.attempt)), push.port
+        memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes)
+        drop = functools.partial(_take_back, memory)
+        mailbox, push = Mailbox(window, waker, drop), context.push(start.session, host, ports)
+        packer = Packer(start.session, start.worker, start.attempt)
+        outlet, port = ClientOutlet(mailbox, push, packer, drop), push.port
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
-    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed, logbook)
-    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port))
+    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed, logbook, memory)
+    offer = None if memory is None else memory.offer
+    reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))
     return io.runner
+
+
+def _take_back(memory: segments.Segments, parcel: Parcel) -> None:
+    for buffer in parcel.buffers:
+        if isinstance(buffer, segments.Lent):
+            memory.take_back(buffer)
 
 
 def _become_worker(start: StartWorker) -> None:

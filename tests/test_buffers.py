@@ -1,7 +1,11 @@
-"""Recycled memory: it comes back when nobody looks at it any more, and never before."""
+"""Recycled memory: it comes back when nobody looks at it any more, and never before.
+
+The client's blocks and the shared segments are held to the same: ``Memory`` is either.
+"""
 
 import copy
 import gc
+import os
 import pickle
 import random
 import threading
@@ -18,21 +22,64 @@ from hypothesis import strategies as st
 from rpc_reading_service import codec
 from rpc_reading_service.buffers import Pool
 from rpc_reading_service.recycling import LEAST_BYTES
+from rpc_reading_service.segments import Segments, attach
 
 NBYTES = 96 << 10
 
 
-def address(buffer: memoryview) -> int:
-    return np.frombuffer(buffer, np.uint8).ctypes.data
+def sent(nbytes: int, mark: int) -> tuple[bytes, memoryview]:
+    """A batch that a worker encoded: so many bytes, every one of which is ``mark``."""
+    marked = torch.full((nbytes,), mark, dtype=torch.uint8).view(torch.int32).reshape(-1, 2)
+    header, (buffer,) = codec.Encoder().encode(marked)
+    return header, buffer
 
 
-def received(memory: memoryview, mark: int) -> torch.Tensor:
-    """A tensor as the client makes it from the wire, every byte of which is ``mark``."""
-    marked = torch.full((memory.nbytes,), mark, dtype=torch.uint8).view(torch.int32).reshape(-1, 2)
-    header, (sent,) = codec.Encoder().encode(marked)
-    memory[:] = sent
-    tensor: torch.Tensor = codec.decode(header, [memory])
-    return tensor
+class Received:
+    """What a client receives into its own memory."""
+
+    def __init__(self, keep: int) -> None:
+        self.pool = Pool(keep)
+
+    def receive(self, nbytes: int, mark: int) -> torch.Tensor:
+        header, buffer = sent(nbytes, mark)
+        memory = self.pool.allocate(nbytes)
+        memory[:] = buffer
+        tensor: torch.Tensor = codec.decode(header, [memory])
+        return tensor
+
+    @property
+    def lent(self) -> int:
+        return len(self.pool._lent)
+
+
+class Shared:
+    """What a worker writes and a client maps; beyond the budget, as in life, what the client receives."""
+
+    def __init__(self, keep: int) -> None:
+        self._received = Received(keep)
+        self.segments = Segments(2 * keep)
+        attachment = attach(os.getpid(), self.segments.offer)
+        assert attachment is not None
+        self.attachment = attachment
+        self._lock = threading.Lock()  # a worker has one main thread
+
+    def receive(self, nbytes: int, mark: int) -> torch.Tensor:
+        header, buffer = sent(nbytes, mark)
+        with self._lock:
+            lent = self.segments.place([buffer])
+        if lent is None:
+            return self._received.receive(nbytes, mark)
+        views = self.attachment.look({0: lent[0].place}, [nbytes])
+        tensor: torch.Tensor = codec.decode(header, [views[0]])
+        return tensor
+
+    @property
+    def lent(self) -> int:
+        return len(self.attachment._lent) + self._received.lent
+
+
+Memory = Received | Shared
+KINDS = pytest.mark.parametrize("kind", [Received, Shared])
 
 
 # Every way that we know to look at a tensor's memory, or to take a copy of it.
@@ -80,26 +127,29 @@ def holds_only(look: Any, mark: int) -> bool:
 # ------------------------------------------------------------------------------------------------------- recycling
 
 
-def test_memory_that_nobody_looks_at_is_used_again() -> None:
-    pool = Pool(keep=1 << 20)
-    tensor = received(pool.allocate(NBYTES), 1)
+@KINDS
+def test_memory_that_nobody_looks_at_is_used_again(kind: type[Memory]) -> None:
+    memory = kind(keep=1 << 20)
+    tensor = memory.receive(NBYTES, 1)
     before = tensor.data_ptr()
     del tensor
-    assert address(pool.allocate(NBYTES)) == before
+    assert memory.receive(NBYTES, 2).data_ptr() == before
 
 
-def test_sizes_of_one_class_share_their_memory() -> None:
-    pool = Pool(keep=1 << 20)
-    before = address(pool.allocate(NBYTES))
-    assert address(pool.allocate(NBYTES - 100)) == before
+@KINDS
+def test_sizes_of_one_class_share_their_memory(kind: type[Memory]) -> None:
+    memory = kind(keep=1 << 20)
+    before = memory.receive(NBYTES, 1).data_ptr()
+    assert memory.receive(NBYTES - 800, 2).data_ptr() == before
 
 
+@KINDS
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
-def test_memory_that_is_looked_at_is_not_used_again(look: Callable[[torch.Tensor], Any]) -> None:
-    pool = Pool(keep=1 << 20)
-    kept = look(received(pool.allocate(NBYTES), 1))
+def test_memory_that_is_looked_at_is_not_used_again(kind: type[Memory], look: Callable[[torch.Tensor], Any]) -> None:
+    memory = kind(keep=1 << 20)
+    kept = look(memory.receive(NBYTES, 1))
     gc.collect()
-    others = [received(pool.allocate(NBYTES), 2) for _ in range(3)]
+    others = [memory.receive(NBYTES, 2) for _ in range(3)]
     assert holds_only(kept, 1)
     assert all(holds_only(other, 2) for other in others)
 
@@ -130,11 +180,12 @@ def test_memory_may_be_dropped_by_the_garbage_collector_in_the_midst_of_an_alloc
     assert len(pool._lent) == len(kept)
 
 
-def test_what_was_received_outlives_the_pool() -> None:
-    pool = Pool(keep=1 << 20)
-    tensor = received(pool.allocate(NBYTES), 3)
+@KINDS
+def test_what_was_received_outlives_the_loader(kind: type[Memory]) -> None:
+    memory = kind(keep=1 << 20)
+    tensor = memory.receive(NBYTES, 3)
     view = tensor[4:]
-    del pool, tensor
+    del memory, tensor
     gc.collect()
     assert holds_only(view, 3)
 
@@ -145,14 +196,14 @@ def test_what_was_received_outlives_the_pool() -> None:
 class User:
     """Keeps looks at batches; each of its batches has a mark that no other live batch has."""
 
-    def __init__(self, pool: Pool, marks: "list[int]") -> None:
-        self._pool = pool
+    def __init__(self, memory: Memory, marks: "list[int]") -> None:
+        self._memory = memory
         self._marks = marks
         self._kept: list[tuple[int, Any]] = []
 
     def take(self, nbytes: int, look: str) -> None:
         mark = self._marks.pop()
-        self._kept.append((mark, LOOKS[look](received(self._pool.allocate(nbytes), mark))))
+        self._kept.append((mark, LOOKS[look](self._memory.receive(nbytes, mark))))
 
     def drop(self, index: int) -> None:
         if self._kept:
@@ -175,22 +226,24 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS)
+@KINDS
+@given(steps=STEPS)
 @settings(max_examples=40, deadline=None)
-def test_nothing_that_is_kept_ever_changes(steps: list[tuple[Any, ...]]) -> None:
-    user = User(Pool(keep=4 * NBYTES), list(range(1, 100)))
+def test_nothing_that_is_kept_ever_changes(kind: type[Memory], steps: list[tuple[Any, ...]]) -> None:
+    user = User(kind(keep=4 * NBYTES), list(range(1, 100)))
     for name, *args in steps:
         getattr(user, name)(*args)
         user.check()
 
 
-def test_nothing_that_is_kept_ever_changes_while_threads_take_and_drop_at_once() -> None:
-    pool = Pool(keep=4 * NBYTES)
+@KINDS
+def test_nothing_that_is_kept_ever_changes_while_threads_take_and_drop_at_once(kind: type[Memory]) -> None:
+    memory = kind(keep=4 * NBYTES)
     start = threading.Barrier(4)
 
     def use(thread: int) -> None:
         choose = random.Random(thread)
-        user = User(pool, list(range(thread * 60 + 1, thread * 60 + 60)))
+        user = User(memory, list(range(thread * 60 + 1, thread * 60 + 60)))
         start.wait()
         for _ in range(80):
             user.take(choose.choice([NBYTES, 2 * NBYTES]), choose.choice([*LOOKS]))
@@ -204,4 +257,4 @@ def test_nothing_that_is_kept_ever_changes_while_threads_take_and_drop_at_once()
         for result in [threads.submit(use, thread) for thread in range(4)]:
             result.result()
     gc.collect()
-    assert not pool._lent
+    assert not memory.lent

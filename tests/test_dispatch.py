@@ -179,7 +179,7 @@ class Fed:
         self.feed.read(epoch)
 
     def arrive(self, *parcels: Parcel) -> None:
-        for frames in self.packer.pack(parcels):
+        for frames, _ in self.packer.pack(parcels):
             self.wire.send(0, frames)
         self.sent = self.feed.step(self.sent, NOW)
 
@@ -322,7 +322,10 @@ def test_an_opening_message_is_no_element() -> None:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        (Packer(SESSION, 0, 0).pack([parcel(2, "c")]), "worker 0: 2 batches are missing, numbers 0 to 1"),
+        (
+            (packed.frames for packed in Packer(SESSION, 0, 0).pack([parcel(2, "c")])),
+            "worker 0: 2 batches are missing, numbers 0 to 1",
+        ),
         ([[b"garbage"]], "a data message cannot be read: "),
     ],
     ids=["gap", "garbage"],

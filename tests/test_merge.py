@@ -31,7 +31,7 @@ def failure(worker: int) -> Failure:
 
 
 def batches(worker: int, seq: int, count: int = 1, *, attempt: int = 0, epoch: int = EPOCH) -> Batches:
-    return Batches(SESSION, worker, attempt, epoch, seq, [[1]] * count)
+    return Batches(SESSION, worker, attempt, epoch, seq, [[1]] * count, {})
 
 
 def end(worker: int, seq: int, *, attempt: int = 0, epoch: int = EPOCH) -> EndOfShard:

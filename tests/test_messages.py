@@ -26,6 +26,7 @@ from rpc_reading_service.messages import (
     Heartbeat,
     Hello,
     Message,
+    Place,
     SessionMessage,
     StartWorker,
     ToWorker,
@@ -71,16 +72,20 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(values(key), values(value), max_size=4)
         case inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=4)
+        case inspect.BytesType(min_length=least, max_length=most):
+            return st.binary(min_size=least or 0, max_size=most)
+        case inspect.StructType(cls=cls):
+            return built(cls)
     raise NotImplementedError(kind)
 
 
-def fields(kind: type[Message]) -> tuple[inspect.Field, ...]:
+def fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)
     return described.fields
 
 
-def built(kind: type[Message]) -> st.SearchStrategy[Any]:
+def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return st.builds(kind, *(values(field.type) for field in fields(kind)))
 
 
@@ -115,9 +120,16 @@ def bad_values(kind: inspect.Type) -> Iterator[tuple[Any, str]]:
             yield "1.0", "Expected `float`, got `str`"
         case inspect.BoolType():
             yield 1, "Expected `bool`, got `int`"
+        case inspect.UnionType(types=types) if any(isinstance(each, inspect.StructType) for each in types):
+            yield 1, "Expected `array | null`, got `int`"
+            yield [1, b"short"], "Expected `bytes` of length >= 32"
         case inspect.UnionType():
             yield -1, "Expected `int` >= 0"
             yield "1", "Expected `int | null`, got `str`"
+        case inspect.DictType(key_type=inspect.IntType()):
+            yield {"one": [1] * 6}, "Expected `int`, got `str`"
+            yield {1: [1] * 5}, "Expected `array` of at least length 6, got 5"
+            yield [], "Expected `object`, got `array`"
         case inspect.DictType():
             yield {"python": 3}, "Expected `str`, got `int`"
             yield [], "Expected `object`, got `array`"
@@ -136,7 +148,7 @@ def examples() -> Iterator[Message]:
         arguments = [
             SESSION * (2 if field.name == "graph" else 1)
             if isinstance(field.type, inspect.StrType)
-            else {"python": "3.11"}
+            else ({7: Place(*[7] * 6)} if kind is Batches else {"python": "3.11"})
             if isinstance(field.type, inspect.DictType)
             else ([[1]] if kind is Batches else [1])
             if isinstance(field.type, inspect.ListType)
@@ -289,8 +301,8 @@ def check_decodes_or_is_refused(frame: bytes, union: str) -> None:
     [
         (StartWorker(SESSION, 0, 0, 0, 1, 0, 1), "Expected `int` >= 1"),
         (StartWorker(SESSION, 0, 0, 0, 1, 1, 0), "Expected `int` >= 1"),
-        (WorkerReady(SESSION, 0, 0, 1, 65536), "Expected `int` <= 65535"),
-        (WorkerReady(SESSION, 0, 0, 1, 0), "Expected `int` >= 1"),
+        (WorkerReady(SESSION, 0, 0, 1, 65536, None), "Expected `int` <= 65535"),
+        (WorkerReady(SESSION, 0, 0, 1, 0, None), "Expected `int` >= 1"),
     ],
     ids=["no batch", "no byte", "port too high", "port 0"],
 )

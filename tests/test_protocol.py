@@ -41,6 +41,7 @@ from rpc_reading_service.messages import (
     Hello,
     Limit,
     Message,
+    Offer,
     Opened,
     OpenSession,
     Pause,
@@ -98,6 +99,7 @@ from rpc_reading_service.session import (
 )
 
 SESSION, OTHER, BOOT = "a" * 32, "b" * 32, "0" * 32
+OFFER = Offer(3, bytes(32))
 VERSIONS = {"python": "3.11.4", "torch": "2.12.0", "rpc-reading-service": "0.1.0"}
 
 
@@ -450,7 +452,7 @@ class Played:
     def ready(self, worker: int, port: int = 6000) -> None:
         """The worker gets ready, and its data channel opens."""
         known = self.session.workers[worker]
-        self.receive(known.address, WorkerReady(SESSION, worker, known.attempt, 42, port))
+        self.receive(known.address, WorkerReady(SESSION, worker, known.attempt, 42, port, None))
         if self.session.is_starting(worker, known.attempt):
             self.session.data_opened(worker, self.now)
 
@@ -624,8 +626,8 @@ def test_slots_that_were_not_asked_for_change_nothing() -> None:
 def test_a_ready_worker_is_connected_to_and_stands_by_when_the_channel_works() -> None:
     played = started(1)
     played.take()
-    played.receive("a", WorkerReady(SESSION, 0, 0, 42, 6000))
-    assert played.take() == [ConnectData(0, 0, "a", 6000)]
+    played.receive("a", WorkerReady(SESSION, 0, 0, 42, 6000, OFFER))
+    assert played.take() == [ConnectData(0, 0, "a", 6000, 42, OFFER)]
     assert not played.session.ready
     assert played.session.is_starting(0, 0)
     played.session.data_opened(0, played.now)
@@ -707,7 +709,7 @@ def test_a_worker_that_fails_to_build_the_graph_fails_the_session_there() -> Non
 
 def test_a_data_port_that_cannot_be_reached_is_named_with_the_remedy() -> None:
     played = started(1)
-    played.receive("a", WorkerReady(SESSION, 0, 0, 42, 6000))
+    played.receive("a", WorkerReady(SESSION, 0, 0, 42, 6000, None))
     for _ in range(31):
         played.beat("a")
         played.tick(1.0)
@@ -727,7 +729,7 @@ def test_a_graph_may_take_longer_to_build_than_connect_timeout(attempt: int) -> 
     for _ in range(40):
         played.beat("a")
         played.tick(1.0)
-    played.receive("a", WorkerReady(SESSION, 0, attempt, 42, 6000))
+    played.receive("a", WorkerReady(SESSION, 0, attempt, 42, 6000, None))
     played.tick(0.5)
     assert played.take(Fail) == []
 
@@ -975,8 +977,8 @@ def test_a_lost_shard_is_replayed_in_its_own_slot() -> None:
         WorkerExited(OTHER, 0, 0, "x", None),
         WorkerExited(SESSION, 9, 0, "x", None),
         WorkerExited(SESSION, 0, 1, "x", None),
-        WorkerReady(SESSION, 0, 1, 1, 1),
-        WorkerReady(SESSION, 0, 0, 1, 1),
+        WorkerReady(SESSION, 0, 1, 1, 1, None),
+        WorkerReady(SESSION, 0, 0, 1, 1, None),
         WorkerFailed(SESSION, 0, 3, ""),
         Done(OTHER, 0, 0, 1),
         Stack(SESSION, 0, 0, 1, 5, 1.0, "in decode"),
@@ -1453,7 +1455,7 @@ def test_a_dispatched_group_starts_again_as_one(lost: int) -> None:
 def test_a_dispatching_worker_that_gets_ready_twice_or_too_late_changes_nothing(again: str) -> None:
     played = running(1, 2, dispatching=True)
     assert played.places() == ["a", "b", "b"]
-    ready = WorkerReady(SESSION, 2, 0, 42, 7777)
+    ready = WorkerReady(SESSION, 2, 0, 42, 7777, None)
     if again == "late":  # its group starts again, and there is no slot for it
         played.receive("a", SessionClosed(SESSION, "over"))
         played.receive("b", Refused("slots", "full"))
@@ -1554,7 +1556,7 @@ class SimWorker:
     def get_ready(self) -> WorkerReady:
         self.state = advance(self.state, E.READY)
         self.stream.append(self._header(Opened))
-        return WorkerReady(self.start.session, self.start.worker, self.start.attempt, 42, self.port)
+        return WorkerReady(self.start.session, self.start.worker, self.start.attempt, 42, self.port, None)
 
     def obey(self, message: Any, workers: dict[int, "SimWorker"]) -> Done | None:
         match message:
@@ -1605,7 +1607,7 @@ class SimWorker:
         else:
             size = WEIGHTS[(self.start.worker + self.seq) % len(WEIGHTS)]
             self.window.produce(weight([size]))
-            self.stream.append(self._header(Batches, [[size]]))
+            self.stream.append(self._header(Batches, [[size]], {}))
             self.seq += 1
         return True
 
@@ -2010,9 +2012,11 @@ class Histories(RuleBasedStateMachine):
         epoch = world.session.epoch - back if kind == "epoch" else world.session.epoch
         if kind == "repeated":
             seq = world.merge.received[worker.worker] - back
+        if kind == "attempt":  # of a process that was lost before the next was there, more could still arrive
+            attempt = min(attempt, world.merge._shards[worker.worker].attempt - 1)
         if min(attempt, epoch, seq) >= 0:
             stream = (SESSION, worker.worker, attempt, epoch, seq)
-            world.arrive(Opened(*stream) if kind == "opened" else Batches(*stream, [[1]]))
+            world.arrive(Opened(*stream) if kind == "opened" else Batches(*stream, [[1]], {}))
 
     @rule(data=st.data(), back=st.integers(1, 2))
     def a_stale_control_message_arrives(self, data: st.DataObject, back: int) -> None:
@@ -2021,7 +2025,9 @@ class Histories(RuleBasedStateMachine):
         stream = (SESSION, worker.worker, max(0, worker.attempt - back))
         if worker.attempt:
             message: Any = data.draw(
-                st.sampled_from([WorkerReady(*stream, 42, 6000), WorkerExited(*stream, "died", None), Done(*stream, 1)])
+                st.sampled_from(
+                    [WorkerReady(*stream, 42, 6000, None), WorkerExited(*stream, "died", None), Done(*stream, 1)]
+                )
             )
             world.daemons[worker.address].tell(message)
 

@@ -88,7 +88,7 @@ def batch(seq: int, header: bytes, *buffers: bytes, epoch: int = EPOCH) -> Parce
 
 
 def packed(*parcels: Parcel, worker: int = WORKER) -> list[list[Any]]:
-    return list(Packer(SESSION, worker, ATTEMPT).pack(parcels))
+    return [message.frames for message in Packer(SESSION, worker, ATTEMPT).pack(parcels)]
 
 
 def content(entry: Entry) -> tuple[bytes, list[bytes]]:
@@ -104,7 +104,7 @@ def headers(messages: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 def batches(*sizes: list[int], seq: int = 0) -> bytes:
-    return encode(Batches(SESSION, WORKER, ATTEMPT, EPOCH, seq, list(sizes)))
+    return encode(Batches(SESSION, WORKER, ATTEMPT, EPOCH, seq, list(sizes), {}))
 
 
 def large(*sizes: int, worker: int = WORKER, attempt: int = ATTEMPT, epoch: int = EPOCH, seq: int = 0) -> list[bytes]:
@@ -180,7 +180,7 @@ def test_an_exception_stays_behind_its_batches_and_keeps_its_body() -> None:
 
 
 def test_the_first_message_opens_the_channel_and_has_no_body() -> None:
-    message = Packer(SESSION, WORKER, ATTEMPT).opened()
+    message = Packer(SESSION, WORKER, ATTEMPT).opened().frames
     assert arrivals(message) == [Arrival(Opened(SESSION, WORKER, ATTEMPT, 0, 0))]
 
 
