@@ -223,14 +223,15 @@ class StreamReader:
     def _batches(self, header: Batches) -> list[Entry]:
         if not self._receiver.more:
             raise StreamError(f"worker {header.worker}: a message with batches has no body")
-        body = memoryview(self._receiver.receive_frame())
-        if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != body.nbytes:
+        body = self._receiver.receive_frame()  # whose slices, unlike a view's, the garbage collector need not look at
+        if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != len(body):
             raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
         entries, start = [], 0
         lent, numbers = self._look(header), itertools.count()
         for header_size, *sizes in header.sizes:
-            parts = [lent.get(next(numbers)) or self._buffer(header, size) for size in sizes]
-            entries.append(Entry(body[start : start + header_size], parts, protocol.weight((header_size, *sizes))))
+            parts = [lent.get(next(numbers)) or self._buffer(header, size) for size in sizes] if sizes else ()
+            nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size + sum(sizes)
+            entries.append(Entry(body[start : start + header_size], parts, nbytes))
             start += header_size
         return entries
 
