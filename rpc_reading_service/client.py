@@ -104,6 +104,7 @@ class Client:
         self._undelivered: deque[int] = deque()
         self.tracks_delivery = False
         self.abandoned: Callable[[], bool] = lambda: False  # whether those who wait for a batch have been told to end
+        self.attachments: dict[int, segments.Attachment] = {}
         self._stacks: dict[int, Stack] = {}
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
@@ -149,7 +150,8 @@ class Client:
         if self._merge.num_workers == total:
             return
         self._merge = Merge(total, self._in_order)
-        self._meters = [protocol.CreditMeter(self._options.bytes_per_worker(total)) for _ in range(total)]
+        budget = self._options.bytes_per_worker(total)
+        self._meters = [protocol.CreditMeter(budget, self._options.prefetch_count) for _ in range(total)]
         self._reported = [0] * total
 
     def _progress(self, worker: int) -> tuple[int, int]:
@@ -204,10 +206,9 @@ class Client:
             worker, entry = item
             if self.tracks_delivery:
                 self._undelivered.append(worker)
-            owes_credit = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
-            if owes_credit:
-                self._give_credit(worker)
-        if owes_credit:
+            due = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
+            told = due and self._give_credit(worker)
+        if told:
             self._waker.wake()
         if isinstance(entry, Entry):
             return codec.decode(entry.header, entry.buffers)
@@ -253,21 +254,27 @@ class Client:
             known = self._session.workers[worker]
             if now - latest > DATA_SILENCE_S and known.state is protocol.WorkerState.RUNNING:
                 self._asked[worker] = now
-                self._give_credit(
-                    worker
-                )  # it counts from the start, so once more does no harm if the last one was lost
+                self._tell_credit(worker)  # it counts from the start: once more does no harm if the last one was lost
                 self._session.tell(known.address, AskStack(self._options.session, worker, known.attempt))
                 self._waker.wake()
 
     def _report_consumption(self) -> None:
         """Whoever is waited for must know of all the room that it has."""
-        behind = [w for w in self._merge.unfinished if self._reported[w] != self._merge.consumed[w]]
-        for worker in behind:
-            self._give_credit(worker)
-        if behind:
+        consumed = self._merge.consumed
+        behind = [w for w in self._merge.unfinished if self._reported[w] != consumed[w]]
+        if sum([self._give_credit(worker) for worker in behind]):
             self._waker.wake()
 
-    def _give_credit(self, worker: int) -> None:
+    def _give_credit(self, worker: int) -> bool:
+        """Let the worker know what was consumed; whether that takes a message."""
+        attachment = self.attachments.get(worker)
+        consumed = self._reported[worker] = self._merge.consumed[worker]
+        if attachment is not None and not attachment.credit(self._session.epoch, consumed):
+            return False
+        self._tell_credit(worker)
+        return True
+
+    def _tell_credit(self, worker: int) -> None:
         self._reported[worker] = self._merge.consumed[worker]
         self._session.credit(worker, self._reported[worker])
 
@@ -586,6 +593,8 @@ class _IOThread:
         attachment = segments.attach(action.pid, offer) if offer is not None else None
         if attachment is not None:
             self._reader.attach(action.worker, action.attempt, attachment)
+            with self._client.lock:
+                self._client.attachments[action.worker] = attachment
         logger.debug("= worker %d sends by %s", action.worker, "shared memory" if attachment else "TCP")
         return attachment is not None or wanted != "shm"
 
@@ -633,6 +642,8 @@ class _IOThread:
         endpoint = self._endpoints.pop((worker, attempt), None)
         self._reader.forget(worker)
         self._reader.detach(worker, attempt)
+        with self._client.lock:
+            self._client.attachments.pop(worker, None)
         if endpoint is not None:
             self._pull.disconnect(endpoint)
 

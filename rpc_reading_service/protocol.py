@@ -145,22 +145,26 @@ class Window:
 
 
 class CreditMeter:
-    """When the client should tell a worker what was consumed: a quarter of the window at a time.
+    """When the client should tell a worker what was consumed: a quarter of the window's bytes and half its batches.
 
     Args:
         nbytes: the worker's share of ``prefetch_bytes``
+        count: batches that the window always allows
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, count: int = 1) -> None:
         self._due_at = min(SMALL_WINDOW_BYTES, nbytes) // 4
+        self._due_count = max(1, count // 2)
         self._since = 0
+        self._count = 0
 
     def consume(self, batch_weight: int) -> bool:
         """Count a consumed batch; True if the worker should be told now."""
         self._since += batch_weight
-        if self._since < self._due_at:
+        self._count += 1
+        if self._since < self._due_at or self._count < self._due_count:
             return False
-        self._since = 0
+        self._since = self._count = 0
         return True
 
 

@@ -8,10 +8,14 @@ same user on the same host, can map them too; nobody else can.
     Segments()     -- WorkerReady: pid, board fd, nonce -->     attach(): maps the board, finds the nonce, accepts
     place(buffers) -- Batches: segment, use, offset ------>     Attachment.look(): maps the segment, once
     take()         <-- board: this use has been returned --     when the user's last tensor in it has died
+    starving       <-- board: so much has been consumed ---     Attachment.credit(): says whether a message must wake it
 
 The board is one page that both map. On it stand the nonce, which proves that both see the same memory and not merely
-processes that look alike, whether the client accepts, and for each segment the last use that was returned:
-idempotent, and not to be lost with any connection.
+processes that look alike, whether the client accepts, how far it has consumed, and for each segment the last use that
+was returned: idempotent, and not to be lost with any connection. A worker that runs out of room says so on the board
+and then looks once more; the client notes what it has consumed and then looks whether the worker is starving: whichever
+is second sees the other. (The locks that both take in between are memory barriers.) Only then does credit take a
+message, one for each time that the worker starves.
 
 Every page of a segment is reserved when it is made, and its size is sealed: neither end can meet a bus error. When the
 budget is spent, because the user keeps what he gets or memory is short, batches travel in frames: slower, never stuck.
@@ -45,6 +49,11 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_COUNT_BITS = 40
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+_EPOCH_MASK = (1 << 63 - _COUNT_BITS) - 1
+"""A word that counts the batches of an epoch: both, so that one cannot be read without the other."""
+
 RETIRED = (1 << 63) - 1
 """Returned, but never to be used again: a fork of the client may still look at it."""
 
@@ -60,7 +69,9 @@ class Board:
     """
 
     _ACCEPTED = 0
-    _RETURNED = 1
+    _CONSUMED = 1
+    _STARVING = 2
+    _RETURNED = 3
     SLOTS = 256
     """Segments at once: each is a descriptor in the worker."""
 
@@ -83,6 +94,23 @@ class Board:
 
     def accept(self) -> None:
         self._words[self._ACCEPTED] = 1
+
+    def note_consumed(self, epoch: int, consumed: int) -> None:
+        self._words[self._CONSUMED] = (epoch & _EPOCH_MASK) << _COUNT_BITS | consumed & _COUNT_MASK
+
+    def consumed(self, epoch: int) -> int:
+        """Batches of the shard that the training loop has consumed in this epoch, as far as is noted here."""
+        word = self._words[self._CONSUMED]
+        return word & _COUNT_MASK if word >> _COUNT_BITS == epoch & _EPOCH_MASK else 0
+
+    @property
+    def starving(self) -> bool:
+        """Whether the worker waits for room."""
+        return self._words[self._STARVING] == 1
+
+    @starving.setter
+    def starving(self, starving: bool) -> None:
+        self._words[self._STARVING] = starving
 
     def returned(self, slot: int) -> int:
         """The last use of this slot's segment that has come back; or ``RETIRED``."""
@@ -154,7 +182,7 @@ class Segments:
         self._sent: dict[int, _Segment] = {}
         self._slots = list(range(Board.SLOTS))
         self._fd = _create(mmap.PAGESIZE)
-        self._board = Board(_map(self._fd, mmap.PAGESIZE))
+        self.board = self._board = Board(_map(self._fd, mmap.PAGESIZE))
         self._board.write_nonce(secrets.token_bytes(NONCE_BYTES))
 
     def __repr__(self) -> str:
@@ -327,6 +355,14 @@ class Attachment:
                 whole[place.slot] = self._lend(place)
             views[number] = whole[place.slot][place.offset : place.offset + sizes[number]]
         return views
+
+    def credit(self, epoch: int, consumed: int) -> bool:
+        """Note how far the training loop is; whether the worker waits, and has not been told yet, by a message."""
+        self._board.note_consumed(epoch, consumed)
+        starving = self._board.starving
+        if starving:
+            self._board.starving = False
+        return starving
 
     def give_back(self, place: Place) -> None:
         """The batch in it is not wanted."""

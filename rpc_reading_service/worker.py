@@ -76,12 +76,16 @@ class Mailbox:
     Args:
         window: whether one more batch may be produced
         waker: wakes the I/O thread
+        board: where the client may note what was consumed, and this worker that it waits for that
         drop: told of each parcel that will not be sent, since the next epoch has begun
     """
 
-    def __init__(self, window: protocol.Window, waker: transport.Waker, drop: Callable[[Parcel], None]) -> None:
+    def __init__(
+        self, window: protocol.Window, waker: transport.Waker, board: segments.Board, drop: Callable[[Parcel], None]
+    ) -> None:
         self._window = window
         self._waker = waker
+        self._board = board
         self._drop = drop
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
@@ -98,10 +102,24 @@ class Mailbox:
         """
         with self._changed:
             while not self._commands:
-                if producing and (replaying or self._window.is_open):
+                if producing and (replaying or self._has_room()):
                     return None
                 self._changed.wait()
             return self._commands.popleft()
+
+    def _has_room(self) -> bool:
+        if not self._look_for_room():
+            self._board.starving = True  # and once more: the client may have looked before it was said
+            if not self._look_for_room():
+                return False
+        if self._board.starving:
+            self._board.starving = False
+        return True
+
+    def _look_for_room(self) -> bool:
+        if not self._window.is_open:
+            self._window.credit(self._board.consumed(self._epoch))
+        return self._window.is_open
 
     def put(self, parcel: Parcel) -> None:
         """Hand a parcel to the I/O thread."""
@@ -520,7 +538,7 @@ def _build(
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
         memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes)
         drop = functools.partial(_take_back, memory)
-        mailbox, push = Mailbox(window, waker, drop), context.push(start.session, host, ports)
+        mailbox, push = Mailbox(window, waker, memory.board, drop), context.push(start.session, host, ports)
         packer = Packer(start.session, start.worker, start.attempt)
         outlet, port = ClientOutlet(mailbox, push, packer, drop), push.port
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)

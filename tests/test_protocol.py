@@ -255,6 +255,11 @@ def test_the_worker_is_told_after_a_quarter_of_a_smaller_budget() -> None:
     assert [meter.consume(each) for each in (99, 1, 100, 50)] == [False, True, True, False]
 
 
+def test_the_worker_is_told_of_half_its_large_batches_at_once() -> None:
+    meter = CreditMeter(1 << 30, count=4)
+    assert [meter.consume(SMALL_WINDOW_BYTES) for _ in range(5)] == [False, True, False, True, False]
+
+
 def test_a_budget_of_nothing_tells_after_every_batch() -> None:
     assert CreditMeter(1).consume(0)
 

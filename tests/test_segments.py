@@ -385,3 +385,30 @@ def test_nothing_is_left_in_dev_shm_after_any_death() -> None:
         _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     assert set(os.listdir("/dev/shm")) == before
+
+
+# ------------------------------------------------------------------------------- credit on the board
+
+
+def test_credit_takes_a_message_only_when_the_worker_waits_and_then_one() -> None:
+    segments, attachment = pair(NBYTES)
+    assert not attachment.credit(1, 1)
+    segments.board.starving = True
+    assert attachment.credit(1, 2)
+    assert not attachment.credit(1, 3)
+    assert segments.board.consumed(1) == 3
+
+
+def test_credit_of_another_epoch_means_nothing() -> None:
+    segments, attachment = pair(NBYTES)
+    attachment.credit(7, 5)
+    assert [segments.board.consumed(epoch) for epoch in (6, 7, 8)] == [0, 5, 0]
+
+
+def test_a_worker_that_waits_is_told_once_there_is_room_however_the_two_meet(
+    two_daemons: list[str], closing: list[DataLoader2]
+) -> None:
+    """With one batch in flight each, worker and client wait for each other at every batch."""
+    dl = loader(two_daemons, 300, worker_prefetch_cnt=1, timeout=20.0)
+    closing.append(dl)
+    assert [int(batch[0]) for batch in dl] == list(range(300))
