@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         WorkerLostError,
         WorkerTimeoutError,
     )
+    from rpc_reading_service.inplace import collate, empty
     from rpc_reading_service.reading_service import RPCReadingService
 
 __version__ = "0.1.0"
@@ -47,7 +48,12 @@ __all__ = [
     "WorkerError",
     "WorkerLostError",
     "WorkerTimeoutError",
+    "collate",
+    "empty",
 ]
+
+_MODULES = {"RPCReadingService": "reading_service", "collate": "inplace", "empty": "inplace"}
+"""Of the public names that are no errors."""
 
 
 def _check_torchdata(version: str) -> None:
@@ -66,8 +72,7 @@ _check_torchdata(metadata.version("torchdata"))
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "reading_service" if name == "RPCReadingService" else "errors"
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

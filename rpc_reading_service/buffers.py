@@ -77,6 +77,11 @@ class Owner:
         self._watch = weakref.ref(exporter, lambda _: returned())
         return memoryview(exporter).cast("B")
 
+    @property
+    def lent(self) -> bool:
+        """Whether anybody looks at the memory."""
+        return self._watch is not None and self._watch() is not None
+
 
 class Block:
     """Private memory of one size class.

@@ -9,6 +9,7 @@ What a worker does to its part is what torchdata's own worker does, in the same 
 
 import functools
 import hashlib
+import inspect
 import io
 import logging
 import pickle
@@ -25,6 +26,9 @@ from weakref import WeakSet
 import cloudpickle
 import torch
 import torch.utils.data.graph
+from torch.utils.data import default_collate
+from torch.utils.data.datapipes import _hook_iterator
+from torch.utils.data.datapipes._hook_iterator import _generate_input_args_string, _set_datapipe_valid_iterator_id
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph_settings import apply_sharding
 from torchdata.dataloader2.graph import DataPipe, find_dps, list_dps, replace_dp, set_graph_random_seed, traverse_dps
@@ -38,8 +42,9 @@ from torchdata.dataloader2.utils.dispatch import (
     find_non_dispatching_branches,
 )
 from torchdata.dataloader2.utils.worker import process_init_fn, process_reset_fn
-from torchdata.datapipes.iter import FullSync, IterDataPipe, PinMemory, Prefetcher
+from torchdata.datapipes.iter import FullSync, IterDataPipe, Mapper, PinMemory, Prefetcher
 
+from rpc_reading_service import inplace
 from rpc_reading_service.errors import GraphError, GraphPickleError
 from rpc_reading_service.messages import CHUNK_BYTES
 from rpc_reading_service.transport import Deadline
@@ -374,7 +379,8 @@ class Shard:
         self.datapipe = process_reset_fn(
             self.datapipe, self.info, generator, self._shared_seeds, iter_reset_fn, self._reset_fn
         )
-        return iter(self.datapipe)
+        _collate_in_place(self.datapipe)
+        return _unheld(self.datapipe)
 
     def pause(self, pause_fn: bytes | None) -> None:
         """Stop the graph's own threads, then apply the function of a reading service in front."""
@@ -393,6 +399,52 @@ class Shard:
     def _apply(self, function: bytes | None, *args: Any) -> None:
         if function:
             self.datapipe = pickle.loads(function)(self.datapipe, *args)
+
+
+def _collate_in_place(end: DataPipe) -> None:
+    """A graph that ends in torch's own ``default_collate`` writes its batches where they are sent from."""
+    if isinstance(end, Mapper) and end.fn is default_collate:
+        end.fn = inplace.collate
+
+
+def _unheld(end: DataPipe) -> Iterator[Any]:
+    """As ``iter(end)``, without the generator that torch wraps around each DataPipe's own: it holds what it handed out.
+
+    A batch that nothing holds need not be copied.
+    """
+    plain = wrapped = type(end).__iter__
+    while _is_torchs(plain):  # twice, on a class that has travelled by value
+        plain = plain.__wrapped__
+    if plain is wrapped or not inspect.isgeneratorfunction(plain) or getattr(end, "_is_child_datapipe", False):
+        return iter(end)
+    return _generate(end, plain)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether it is the generator that torch wraps around a DataPipe's ``__iter__``."""
+    code = getattr(function, "__code__", None)
+    return code is not None and hasattr(function, "__wrapped__") and code.co_filename == _hook_iterator.__file__
+
+
+def _generate(end: DataPipe, plain: Callable[[DataPipe], Iterator[Any]]) -> Iterator[Any]:
+    _set_datapipe_valid_iterator_id(end)  # type: ignore[no-untyped-call]  # which also resets it
+    try:
+        yield from plain(end)
+    except Exception as error:
+        _add_origin(error, end)
+        raise
+
+
+def _add_origin(error: Exception, end: DataPipe) -> None:
+    """The line that torch adds to the text of what passes through a DataPipe."""
+    thrown, others = "thrown by __iter__ of", "single iterator per IterDataPipe constraint"
+    arguments = _generate_input_args_string(end)  # type: ignore[no-untyped-call]
+    text = f"\nThis exception is {thrown} {type(end).__name__}({arguments})"
+    first = error.args[0] if error.args else None
+    if not isinstance(first, str):
+        error.args = (text,)
+    elif thrown not in first and others not in first:
+        error.args = (first + text, *error.args[1:])
 
 
 def pause(datapipe: DataPipe) -> None:

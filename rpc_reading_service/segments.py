@@ -28,6 +28,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,12 +140,15 @@ class _Segment:
         self.slot = slot
         self.size = size
         self.use = 0
+        self.hold = 0
         self.fd = _create(size)
         try:
             self.memory = _map(self.fd, size)
         except OSError:
             os.close(self.fd)
             raise
+        self.address = ctypes.addressof(self.memory)
+        self.owner = buffers.Owner(self.memory, size)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -175,11 +179,16 @@ class Segments:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._nbytes = 0
+        self.copied = 0
+        """Bytes that were not written in place."""
         self._made = 0
         self._uses = 0
         self._lock = threading.Lock()
         self._shelf: recycling.Shelf[_Segment] = recycling.Shelf(budget)
         self._sent: dict[int, _Segment] = {}
+        self._held: dict[int, _Segment] = {}
+        self._holds = 0
+        self._dropped: deque[tuple[_Segment, int]] = deque()
         self._slots = list(range(Board.SLOTS))
         self._fd = _create(mmap.PAGESIZE)
         self.board = self._board = Board(_map(self._fd, mmap.PAGESIZE))
@@ -193,14 +202,57 @@ class Segments:
         """What the client needs to find the board."""
         return Offer(self._fd, self._board.nonce)
 
-    def place(self, parts: Sequence[memoryview]) -> list[Lent] | None:
-        """Copy a batch's buffers into one segment; None if they must travel in frames."""
-        offsets, nbytes = _layout(parts)
-        if nbytes < recycling.LEAST_BYTES or not self._board.accepted:
-            return None
+    def lend(self, nbytes: int) -> memoryview | None:
+        """Memory for user code to write a batch into, from any of its threads; None if there is none."""
         segment = self._take(recycling.size_class(nbytes))
+        return None if segment is None else self._hold(segment)[:nbytes]
+
+    def place(self, parts: list[memoryview], shared: bool = True) -> Sequence[memoryview | Lent]:
+        """Put a batch's buffers where user code cannot reach them, though it goes on.
+
+        What was written into lent memory that nobody looks at any more stays where it is. Everything else is copied.
+
+        Args:
+            parts: the buffers; emptied, so that the caller does not count as one who still looks
+            shared: whether they may travel in shared memory, and not in frames alone
+        """
+        spots = self._spots(parts)
+        nbytes = [part.nbytes for part in parts]
+        for index in spots:
+            parts[index] = memoryview(b"")
+        shared = shared and self._board.accepted
+        placed: dict[int, memoryview | Lent] = {}
+        whole: dict[int, Any] = {}
+        for index, (segment, offset) in spots.items():
+            if segment.slot not in whole and segment.owner.lent:
+                parts[index] = memoryview(segment.memory).cast("B")[offset : offset + nbytes[index]]
+                continue
+            if segment.slot not in whole:
+                whole[segment.slot] = self._send(segment) if shared else self._hold(segment)
+            mine = whole[segment.slot]
+            placed[index] = Lent(segment, mine, offset, nbytes[index]) if shared else mine[offset:][: nbytes[index]]
+        rest = [index for index in range(len(parts)) if index not in placed]
+        placed.update(zip(rest, self._copies([parts[index] for index in rest], shared), strict=True))
+        parts.clear()
+        return [placed[index] for index in range(len(nbytes))]
+
+    def _spots(self, parts: Sequence[memoryview]) -> dict[int, tuple[_Segment, int]]:
+        """Which buffers lie in lent memory: by their index the segment and the offset."""
+        held = list(self._held.values())
+        spots = {}
+        for index, part in enumerate(parts if held else ()):
+            address = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+            for segment in held:
+                if 0 <= address - segment.address < segment.size:
+                    spots[index] = segment, address - segment.address
+        return spots
+
+    def _copies(self, parts: Sequence[memoryview], shared: bool) -> Sequence[memoryview | Lent]:
+        offsets, nbytes = _layout(parts)
+        self.copied += nbytes
+        segment = self._take(recycling.size_class(nbytes)) if shared and nbytes >= recycling.LEAST_BYTES else None
         if segment is None:
-            return None
+            return [buffers.snapshot(part) for part in parts]
         target = np.frombuffer(segment.memory, np.uint8)
         for offset, part in zip(offsets, parts, strict=True):
             target[offset : offset + part.nbytes] = np.frombuffer(part, np.uint8)
@@ -216,17 +268,28 @@ class Segments:
     def close(self) -> None:
         """Close every descriptor; what the client has mapped lives on there."""
         with self._lock:
-            for segment in [*self._sent.values(), *self._shelf.shrink(0)]:
+            for segment in [*self._sent.values(), *self._held.values(), *self._shelf.shrink(0)]:
                 segment.close()
             self._sent.clear()
+            self._held.clear()
             os.close(self._fd)
 
     def _send(self, segment: _Segment) -> int:
         with self._lock:
+            self._held.pop(segment.slot, None)
+            segment.hold = 0
             self._uses += 1
             segment.use = self._uses
             self._sent[segment.slot] = segment
             return segment.use
+
+    def _hold(self, segment: _Segment) -> memoryview:
+        """The memory, for somebody in this process; it is free when nobody looks at it any more."""
+        with self._lock:
+            self._holds += 1
+            hold = segment.hold = self._holds
+            self._held[segment.slot] = segment
+        return segment.owner.lend(lambda: self._dropped.append((segment, hold)))
 
     def _take(self, size: int) -> _Segment | None:
         with self._lock:
@@ -234,7 +297,12 @@ class Segments:
             return self._shelf.take(size) or self._make(size)
 
     def _collect(self) -> None:
-        """What the client has given back is free."""
+        """What the client has given back is free, and what nobody here looks at."""
+        while self._dropped:
+            segment, hold = self._dropped.popleft()
+            if segment.hold == hold:
+                segment.hold = 0
+                self._shelf.put(segment.size, self._held.pop(segment.slot))
         for slot, segment in list(self._sent.items()):
             returned = self._board.returned(slot)
             if returned == segment.use:

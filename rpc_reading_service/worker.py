@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from rpc_reading_service import buffers, codec, graph, messages, protocol, segments, transport
+from rpc_reading_service import buffers, codec, graph, inplace, messages, protocol, segments, transport
 from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedBroken, FeedOutlet
 from rpc_reading_service.messages import (
     CHUNK_BYTES,
@@ -265,23 +265,24 @@ class Runner:
         if not self._skip:
             self._logbook.at(self._seq)
         try:
-            batch = next(self._iterator)
+            holder = [next(self._iterator)]
         except StopIteration:
             self._finish(EndOfShard)
         except BaseException as error:  # user code may raise anything; the client is told, in order
             self._fail(error)
         else:
-            self._deliver(batch)
+            self._deliver(holder)
         finally:
             self.busy_since = None
             self._logbook.idle()
 
-    def _deliver(self, batch: Any) -> None:
+    def _deliver(self, holder: list[Any]) -> None:
+        """Encode the batch, and let go of it: whether anybody else holds it decides whether it must be copied."""
         if self._skip:
             self._skip -= 1
             return
         try:
-            encoded = self._encoder.encode(batch)
+            encoded = self._encoder.encode(holder.pop())
         except BaseException as error:  # a batch's own reducers may raise anything, too
             return self._fail(error)
         try:
@@ -292,11 +293,11 @@ class Runner:
 
     def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | segments.Lent]:
         """User code can reach the batch's memory as soon as it goes on."""
-        if encoded.buffers and self._memory is not None and len(encoded.header) <= CHUNK_BYTES:
-            lent = self._memory.place(encoded.buffers)
-            if lent is not None:
-                return lent
-        return [buffers.snapshot(buffer) for buffer in encoded.buffers]
+        if not encoded.buffers:
+            return ()
+        if self._memory is None:
+            return [buffers.snapshot(buffer) for buffer in encoded.buffers]
+        return self._memory.place(encoded.buffers, shared=len(encoded.header) <= CHUNK_BYTES)
 
     def _put(self, parcel: Parcel) -> None:
         self._mailbox.put(parcel)
@@ -543,6 +544,8 @@ def _build(
         outlet, port = ClientOutlet(mailbox, push, packer, drop), push.port
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
+    if memory is not None:
+        inplace.lend_from(memory.lend)
     shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
     io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed, logbook, memory)
     offer = None if memory is None else memory.offer

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rpc_reading_service import codec
 from rpc_reading_service.buffers import Pool
 from rpc_reading_service.recycling import LEAST_BYTES
-from rpc_reading_service.segments import Segments, attach
+from rpc_reading_service.segments import Lent, Segments, attach
 
 NBYTES = 96 << 10
 
@@ -66,10 +66,10 @@ class Shared:
     def receive(self, nbytes: int, mark: int) -> torch.Tensor:
         header, buffer = sent(nbytes, mark)
         with self._lock:
-            lent = self.segments.place([buffer])
-        if lent is None:
+            (lent,) = self.segments.place([buffer])
+        if not isinstance(lent, Lent):
             return self._received.receive(nbytes, mark)
-        views = self.attachment.look({0: lent[0].place}, [nbytes])
+        views = self.attachment.look({0: lent.place}, [nbytes])
         tensor: torch.Tensor = codec.decode(header, [views[0]])
         return tensor
 

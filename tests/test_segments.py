@@ -39,6 +39,15 @@ def pair(budget: int) -> tuple[Segments, Attachment]:
     return segments, attachment
 
 
+def placed(segments: Segments, *parts: memoryview) -> list[Lent] | None:
+    """None if they are to travel in frames, which are then copies."""
+    result = segments.place(list(parts))
+    lent = [each for each in result if isinstance(each, Lent)]
+    assert len(lent) in (0, len(result))
+    assert lent or [bytes(each) for each in result] == [bytes(part) for part in parts]
+    return lent or None
+
+
 def look(attachment: Attachment, lent: list[Lent] | None) -> list[memoryview]:
     assert lent is not None
     places = {number: each.place for number, each in enumerate(lent)}
@@ -50,9 +59,9 @@ def look(attachment: Attachment, lent: list[Lent] | None) -> list[memoryview]:
 
 def test_nothing_is_placed_before_the_client_has_accepted() -> None:
     segments = Segments(NBYTES)
-    assert segments.place([part(1)]) is None
+    assert placed(segments, part(1)) is None
     assert attach(os.getpid(), segments.offer) is not None
-    assert segments.place([part(1)]) is not None
+    assert placed(segments, part(1)) is not None
 
 
 def test_a_board_with_another_nonce_is_that_of_a_worker_that_merely_looks_alike() -> None:
@@ -86,7 +95,7 @@ def test_memory_whose_size_is_not_sealed_is_refused_as_it_could_be_cut_off() -> 
 
 def test_memory_is_private_to_the_user_and_has_no_name() -> None:
     segments, attachment = pair(NBYTES)
-    look(attachment, segments.place([part(1)]))
+    look(attachment, placed(segments, part(1)))
     (segment,) = segments._sent.values()
     status = os.fstat(segment.fd)
     assert status.st_mode & 0o777 == 0o600
@@ -98,7 +107,7 @@ def test_memory_is_private_to_the_user_and_has_no_name() -> None:
 
 def test_buffers_of_a_batch_share_a_segment_and_start_at_multiples_of_64_bytes() -> None:
     segments, attachment = pair(1 << 20)
-    lent = segments.place([part(1, 70_001), part(2, 5_000), part(3, 64)])
+    lent = placed(segments, part(1, 70_001), part(2, 5_000), part(3, 64))
     first, second, third = look(attachment, lent)
     assert (set(first), set(second), set(third)) == ({1}, {2}, {3})
     assert [each.offset % 64 for each in lent or ()] == [0, 0, 0]
@@ -107,80 +116,80 @@ def test_buffers_of_a_batch_share_a_segment_and_start_at_multiples_of_64_bytes()
 
 def test_a_segment_comes_back_when_the_last_of_its_buffers_is_gone() -> None:
     segments, attachment = pair(NBYTES + 4096)
-    views = look(attachment, segments.place([part(1, 70_000), part(2, 5_000)]))
+    views = look(attachment, placed(segments, part(1, 70_000), part(2, 5_000)))
     del views[0]
-    assert segments.place([part(3, 70_000)]) is None
+    assert placed(segments, part(3, 70_000)) is None
     del views[0]
-    assert segments.place([part(3, 70_000)]) is not None
+    assert placed(segments, part(3, 70_000)) is not None
 
 
 def test_what_the_user_keeps_exhausts_the_budget_and_what_he_drops_restores_it() -> None:
     segments, attachment = pair(3 * NBYTES)
-    kept = [look(attachment, segments.place([part(mark)])) for mark in range(3)]
-    assert segments.place([part(9)]) is None
+    kept = [look(attachment, placed(segments, part(mark))) for mark in range(3)]
+    assert placed(segments, part(9)) is None
     kept.pop(1)
-    kept.append(look(attachment, segments.place([part(9)])))
+    kept.append(look(attachment, placed(segments, part(9))))
     assert [set(view) for (view,) in kept] == [{0}, {2}, {9}]
 
 
 def test_free_segments_of_another_size_give_way() -> None:
     segments, attachment = pair(4 * NBYTES)
     for _ in range(3):
-        look(attachment, segments.place([part(1)]))
-    views = [look(attachment, segments.place([part(2)])) for _ in range(3)]
+        look(attachment, placed(segments, part(1)))
+    views = [look(attachment, placed(segments, part(2))) for _ in range(3)]
     views.clear()
-    (large,) = look(attachment, segments.place([part(3, 4 * NBYTES)]))
+    (large,) = look(attachment, placed(segments, part(3, 4 * NBYTES)))
     assert set(large) == {3}
     assert segments._nbytes == 4 * NBYTES
 
 
 def test_a_batch_larger_than_the_budget_travels_in_frames() -> None:
     segments, _ = pair(NBYTES)
-    assert segments.place([part(1, 2 * NBYTES)]) is None
+    assert placed(segments, part(1, 2 * NBYTES)) is None
 
 
 def test_a_small_batch_travels_in_frames() -> None:
     segments, _ = pair(NBYTES)
-    assert segments.place([part(1, 5_000)]) is None
+    assert placed(segments, part(1, 5_000)) is None
 
 
 def test_without_memory_there_is_a_smaller_budget_and_no_error() -> None:
     segments, attachment = pair(1 << 30)
-    kept = look(attachment, segments.place([part(1)]))
+    kept = look(attachment, placed(segments, part(1)))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # holds for memory files, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES // 2, hard))
     try:
-        assert segments.place([part(2)]) is None
+        assert placed(segments, part(2)) is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     kept.clear()
-    assert look(attachment, segments.place([part(3)]))
+    assert look(attachment, placed(segments, part(3)))
 
 
 def test_what_was_not_sent_after_all_is_free_again() -> None:
     segments, _ = pair(NBYTES)
-    lent = segments.place([part(1, 70_000), part(2, 5_000)])
+    lent = placed(segments, part(1, 70_000), part(2, 5_000))
     for each in lent or ():
         segments.take_back(each)
-    again = segments.place([part(3)])
+    again = placed(segments, part(3))
     assert again is not None
     for each in lent or ():
         segments.take_back(each)  # an old use, which changes nothing
-    assert segments.place([part(4)]) is None
+    assert placed(segments, part(4)) is None
 
 
 def test_what_is_not_wanted_goes_back_without_being_mapped() -> None:
     segments, attachment = pair(NBYTES)
-    (lent,) = segments.place([part(1)]) or ()
+    (lent,) = placed(segments, part(1)) or ()
     attachment.give_back(lent.place)
-    assert segments.place([part(2)]) is not None
+    assert placed(segments, part(2)) is not None
 
 
 def test_descriptors_are_closed_when_segments_give_way_or_are_gone() -> None:
     before = psutil.Process().num_fds()
     segments, attachment = pair(2 * NBYTES)
     for size in (NBYTES, 2 * NBYTES, NBYTES, 2 * NBYTES):
-        look(attachment, segments.place([part(1, size)]))
+        look(attachment, placed(segments, part(1, size)))
     assert psutil.Process().num_fds() <= before + 3
     segments.close()
     assert psutil.Process().num_fds() == before
@@ -209,26 +218,26 @@ def forked_view(view: memoryview, proceed: socket.socket) -> int:
 
 def test_what_a_fork_looks_at_is_never_written_again() -> None:
     segments, attachment = pair(2 * NBYTES)
-    views = look(attachment, segments.place([part(1)]))
+    views = look(attachment, placed(segments, part(1)))
     here, there = socket.socketpair()
     with here, there:
         pid = forked_view(views[0], there)
         views.clear()
         for mark in range(2, 10):
-            look(attachment, segments.place([part(mark)]))
+            look(attachment, placed(segments, part(mark)))
         here.send(b"x")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_a_fork_gives_nothing_back() -> None:
     segments, attachment = pair(NBYTES)
-    views = look(attachment, segments.place([part(1)]))
+    views = look(attachment, placed(segments, part(1)))
     pid = os.fork()
     if pid == 0:
         views.clear()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert segments.place([part(2)]) is None
+    assert placed(segments, part(2)) is None
     assert set(views[0]) == {1}
 
 
