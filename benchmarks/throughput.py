@@ -1,14 +1,14 @@
-"""How many batches a second does each reading service deliver from a few workers on this machine?
+"""How many batches a second does each contender deliver from a few workers on this machine, and what does it cost?
 
-    python benchmarks/throughput.py                                   # three sizes, five rounds: about four minutes
-    python benchmarks/throughput.py --sizes 38.5MB --rounds 3 --transport tcp --json result.json
+    python benchmarks/throughput.py                                   # five sizes, five rounds: half an hour
+    python benchmarks/throughput.py --sizes 38.5MB --rounds 3 --contenders mprs,ours --json result.json
     python benchmarks/throughput.py --contenders mprs,mprs            # the noise of this machine
+    python benchmarks/throughput.py --sizes 4KB --workers 32 --wait 0.02 --contenders ours,loader   # scaling
 
 Rounds are interleaved (A B A B ...) and medians compared, so that a machine that slows down does so for all. Each
 measurement is a fresh Python process: nobody inherits another's memory tuning, threads or hang, and what hangs is
 killed and reported. Within it an endless epoch runs: a warm-up first checks every batch's values and shape, then drains
-what was prefetched meanwhile, so that the seconds that count are a steady state. To add a contender, add a line to
-``CONTENDERS``.
+what was prefetched meanwhile, so that the seconds that count are a steady state. Who is measured: ``contenders.py``.
 """
 
 import faulthandler
@@ -26,8 +26,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -36,13 +36,19 @@ from typing import Any
 import click
 import psutil
 import torch
+from contenders import CONTENDERS, Case
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import IterDataPipe
 
-SIZES: dict[str, tuple[int, ...]] = {"32B": (8,), "344KB": (3, 128, 224), "38.5MB": (64, 3, 224, 224)}
-"""The shapes of float32 batches: a token or two, an image, a batch of 64 images."""
+SIZES: dict[str, tuple[int, ...]] = {
+    "32B": (8,),
+    "4KB": (1024,),
+    "344KB": (3, 128, 224),
+    "38.5MB": (64, 3, 224, 224),
+    "154MB": (256, 3, 224, 224),
+}
+"""The shapes of float32 batches: a token or two, a row, an image, a batch of 64 images and one of 256."""
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 STDLIB = sysconfig.get_path("stdlib")
 SHUTDOWN_BOUND = 5.0
@@ -52,103 +58,24 @@ MARK = "THROUGHPUT_BENCHMARK"
 """An environment variable that a measurement's processes inherit, so that all of them can be found and ended."""
 
 
-# What is measured
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement: which contender, on what, for how long."""
-
-    contender: str
-    shape: tuple[int, ...]
-    workers: int
-    transport: str
-    """Of RPCReadingService: ``auto``, ``tcp`` or ``shm``."""
-    seconds: float
-    warm_up: float
-    bound: float
-    """Seconds from the start of the process to the figure: longer is a hang."""
-
-    @classmethod
-    def from_json(cls, text: str) -> "Case":
-        values = json.loads(text)
-        return cls(**{**values, "shape": tuple(values["shape"])})
-
-
-class FreshTensors(IterDataPipe[torch.Tensor]):
-    """Makes a new tensor for each element, as users do, for ever; element i of the whole stream is filled with i."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.shards, self.shard = 1, 0
-
-    def apply_sharding(self, num_of_instances: int, instance_id: int, sharding_group: Any = None) -> None:
-        """What ``sharding_filter`` does, but without making the other shards' elements."""
-        self.shards, self.shard = num_of_instances, instance_id
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in itertools.count(self.shard, self.shards):
-            yield torch.full(self.shape, float(index))
-
-
-# Who is measured
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Somebody who delivers the elements of ``FreshTensors`` in order, and shuts down at the end of the context."""
-
-    name: str
-    stream: Callable[[Case], AbstractContextManager[Iterator[torch.Tensor]]]
-
-
-def reading_service(name: str, make: Callable[[Case], Any]) -> Contender:
-    """A contender that is a torchdata reading service, made afresh for a case."""
-
-    @contextmanager
-    def stream(case: Case) -> Iterator[Iterator[torch.Tensor]]:
-        from torchdata.dataloader2 import DataLoader2
-
-        loader = DataLoader2(FreshTensors(case.shape), reading_service=make(case))
-        try:
-            yield iter(loader)
-        finally:
-            loader.shutdown()
-
-    return Contender(name, stream)
-
-
-def multiprocessing_service(case: Case) -> Any:
-    from torchdata.dataloader2 import MultiProcessingReadingService
-
-    return MultiProcessingReadingService(num_workers=case.workers)
-
-
-def rpc_service(case: Case) -> Any:
-    from rpc_reading_service import RPCReadingService
-
-    options: dict[str, Any] = {} if case.transport == "auto" else {"transport": case.transport}
-    return RPCReadingService(workers=case.workers, **options)
-
-
-CONTENDERS = {
-    "mprs": reading_service("MultiProcessingReadingService", multiprocessing_service),
-    "ours": reading_service("RPCReadingService", rpc_service),
-}
-
-
 # Measuring, in a process of its own
 
 
 def measure(case: Case, result: Path) -> None:
-    """Write the rate to the file before the shutdown begins, since a hang in the shutdown does not make it void."""
+    """Write the figures to the file before the shutdown begins: a hang in the shutdown does not make them void."""
     faulthandler.dump_traceback_later(case.bound, exit=True)
+    started = time.perf_counter()
     with CONTENDERS[case.contender].stream(case) as batches:
-        checked = consume(checked_batches(case, batches), case.warm_up / 2)
+        check(case, next(batches), 0)
+        first = time.perf_counter() - started
+        checked = consume(checked_batches(case, batches, 1), case.warm_up / 2)
         drained = consume(batches, case.warm_up / 2)
+        before = CpuTimes.now()
         counted = consume(batches, case.seconds)
-        check(case, next(batches), checked.count + drained.count + counted.count)
-        result.write_text(json.dumps(counted.rate))
+        here, there = CpuTimes.now().since(before)
+        check(case, next(batches), 1 + checked.count + drained.count + counted.count)
+        figures = Figures(counted.rate, here / counted.count, there / counted.count, memory_in_use(), first)
+        result.write_text(json.dumps(asdict(figures)))
         faulthandler.dump_traceback_later(SHUTDOWN_BOUND, exit=True)
 
 
@@ -172,8 +99,46 @@ def consume(batches: Iterator[torch.Tensor], seconds: float) -> Count:
     raise RuntimeError("the endless stream came to an end")
 
 
-def checked_batches(case: Case, batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for index, batch in enumerate(batches):
+@dataclass(frozen=True)
+class Figures:
+    """What one measurement found."""
+
+    rate: float
+    """Batches a second."""
+    cpu_here: float
+    """Seconds of CPU for each batch, in the training process."""
+    cpu_there: float
+    """The same in all its descendants."""
+    memory: float
+    """Bytes in use by all of them together at the end, what is shared counted once."""
+    first: float
+    """Seconds to the first batch, from nothing."""
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Of this process, and of each of its descendants."""
+
+    here: float
+    there: dict[int, float]
+
+    @classmethod
+    def now(cls) -> "CpuTimes":
+        own = psutil.Process()
+        return cls(sum(own.cpu_times()[:2]), {each.pid: sum(each.cpu_times()[:2]) for each in own.children(True)})
+
+    def since(self, before: "CpuTimes") -> tuple[float, float]:
+        there = sum(seconds - before.there.get(pid, 0.0) for pid, seconds in self.there.items())
+        return self.here - before.here, there
+
+
+def memory_in_use() -> float:
+    own = psutil.Process()
+    return float(sum(each.memory_full_info().pss for each in [own, *own.children(True)]))
+
+
+def checked_batches(case: Case, batches: Iterator[torch.Tensor], first: int) -> Iterator[torch.Tensor]:
+    for index, batch in enumerate(batches, first):
         check(case, batch, index)
         yield batch
 
@@ -181,7 +146,7 @@ def checked_batches(case: Case, batches: Iterator[torch.Tensor]) -> Iterator[tor
 def check(case: Case, batch: torch.Tensor, index: int) -> None:
     if batch.dtype != torch.float32 or tuple(batch.shape) != case.shape:
         raise RuntimeError(f"batch {index} is a {batch.dtype} {tuple(batch.shape)}, not a float32 {case.shape}")
-    if not bool((batch == index).all()):
+    if not CONTENDERS[case.contender].is_limit and not bool((batch == index).all()):
         raise RuntimeError(f"batch {index} holds {batch.flatten()[0].item()}, not only {index}")
 
 
@@ -190,13 +155,14 @@ def check(case: Case, batch: torch.Tensor, index: int) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Batches a second, or why there is no figure; trouble can also come after the figure, in the shutdown."""
+    """The figures, or why there are none; trouble can also come after the figures, in the shutdown."""
 
-    rate: float | None
+    figures: Figures | None
     trouble: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [f"{number(self.rate)} batches/s", self.trouble]))
+        rate = self.figures and self.figures.rate
+        return ", ".join(filter(None, [f"{number(rate)} batches/s", self.trouble]))
 
 
 def measure_apart(case: Case) -> Outcome:
@@ -217,7 +183,8 @@ def measure_apart(case: Case) -> Outcome:
         trouble = what_went_wrong(child.wait(), log.read_text(errors="replace"))
         if not result.exists():
             return Outcome(None, trouble)
-        return Outcome(json.loads(result.read_text()), f"shutdown: {trouble}" if trouble else left)
+        figures = Figures(**json.loads(result.read_text()))
+        return Outcome(figures, f"shutdown: {trouble}" if trouble else left)
 
 
 def what_went_wrong(code: int, log: str) -> str:
@@ -274,21 +241,27 @@ class Row:
     size: str
     batch_bytes: int
     contender: str
-    rates: list[float]
+    rounds: list[Figures]
     troubles: list[str]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rates) if self.rates else math.nan
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(each, name) for each in self.rounds) if self.rounds else math.nan
 
     def figures(self, baseline: "Row") -> dict[str, Any]:
         """For the table and for JSON, which knows no NaN."""
+        rate = self.median("rate")
         known = {
-            "batches_per_s": self.median,
-            "gb_per_s": self.median * self.batch_bytes / 1e9,
-            "ratio": self.median / baseline.median,
+            "batches_per_s": rate,
+            "gb_per_s": rate * self.batch_bytes / 1e9,
+            "ratio": rate / baseline.median("rate"),
+            "cpu_here_s_per_gb": self.median("cpu_here") / self.batch_bytes * 1e9,
+            "cpu_there_s_per_gb": self.median("cpu_there") / self.batch_bytes * 1e9,
+            "memory_mb": self.median("memory") / 1e6,
+            "first_s": self.median("first"),
         }
-        return asdict(self) | {key: None if math.isnan(value) else value for key, value in known.items()}
+        rates = [each.rate for each in self.rounds]
+        known_rounds = {"size": self.size, "contender": self.contender, "rates": rates, "troubles": self.troubles}
+        return known_rounds | {key: None if math.isnan(value) else value for key, value in known.items()}
 
 
 def machine() -> dict[str, Any]:
@@ -305,13 +278,42 @@ def machine() -> dict[str, Any]:
 def table(figures: list[dict[str, Any]], title: str, caption: str) -> Table:
     """The spread is that of the rounds: highest less lowest rate, as a share of the median."""
     report = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("batch", "reading service", "batches/s", "spread", "GB/s", "ratio"):
-        report.add_column(heading, justify="left" if heading == "reading service" else "right", no_wrap=True)
+    for heading in HEADINGS:
+        report.add_column(heading, justify="left" if heading == "contender" else "right", no_wrap=True)
     for row in figures:
-        spread = f"{(max(row['rates']) - min(row['rates'])) / row['batches_per_s']:.0%}" if row["rates"] else "none"
-        rates = [number(row["batches_per_s"]), spread, number(row["gb_per_s"]), number(row["ratio"])]
-        report.add_row(row["size"], row["contender"], *rates)
+        report.add_row(*cells(row))
     return report
+
+
+HEADINGS = ("batch", "contender", "batches/s", "spread", "GB/s", "ratio", "CPU s/GB here", "there", "MB", "first s")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    spread = f"{(max(row['rates']) - min(row['rates'])) / row['batches_per_s']:.0%}" if row["rates"] else "none"
+    names = ("gb_per_s", "ratio", "cpu_here_s_per_gb", "cpu_there_s_per_gb", "memory_mb", "first_s")
+    return [row["size"], row["contender"], number(row["batches_per_s"]), spread, *(number(row[name]) for name in names)]
+
+
+def markdown(figures: list[dict[str, Any]]) -> str:
+    """The table for ``docs/benchmarks.md``."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *(cells(row) for row in figures)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(figures: list[dict[str, Any]]) -> str:
+    """A bar for each row, as SVG: how many times the baseline, on a scale of powers of ten."""
+    known = [row for row in figures if row["ratio"]]
+    least, most = (f([math.log10(row["ratio"]) for row in known]) for f in (min, max))
+    lines = []
+    for place, row in enumerate(known):
+        y, width = 20 * place + 15, 10 + 380 * (math.log10(row["ratio"]) - least) / max(most - least, 0.01)
+        colour = "#2a6f97" if "RPCReadingService" in row["contender"] else "#b0b0b0"
+        lines.append(f'<text x="0" y="{y}">{row["size"]}  {row["contender"]}</text>')
+        lines.append(f'<rect x="340" y="{y - 11}" width="{width:.0f}" height="14" fill="{colour}"/>')
+        lines.append(f'<text x="{345 + width:.0f}" y="{y}">{number(row["ratio"])}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{20 * len(known) + 10}" font-size="12"'
+    return "\n".join([f'{head} font-family="sans-serif">', *lines, "</svg>"])
 
 
 def number(value: float | None) -> str:
@@ -347,7 +349,10 @@ def names_of(contenders: str) -> list[str]:
     names = contenders.split(",")
     if unknown := set(names) - CONTENDERS.keys():
         raise click.BadParameter(f"{', '.join(sorted(unknown))} not among {', '.join(CONTENDERS)}")
-    return names
+    missing = [name for name in names if not CONTENDERS[name].installed]
+    for name in missing:
+        click.echo(f"without {CONTENDERS[name].name}: {CONTENDERS[name].package} is not installed", err=True)
+    return [name for name in names if name not in missing]
 
 
 def run_rounds(size: str, case: Case, contenders: list[str], rounds: int) -> list[Row]:
@@ -362,7 +367,7 @@ def run_rounds(size: str, case: Case, contenders: list[str], rounds: int) -> lis
             size=size,
             batch_bytes=ITEM * math.prod(case.shape),
             contender=CONTENDERS[name].name,
-            rates=[each.rate for each in found if each.rate is not None],
+            rounds=[each.figures for each in found if each.figures is not None],
             troubles=[each.trouble for each in found if each.trouble],
         )
         for name, found in zip(contenders, outcomes, strict=True)
@@ -376,8 +381,9 @@ def run_rounds(size: str, case: Case, contenders: list[str], rounds: int) -> lis
 @click.option("--seconds", default=2.0, show_default=True, help="Measured time of each measurement.")
 @click.option("--warm-up", default=1.0, show_default=True, help="Seconds before that: half checking, half draining.")
 @click.option("--bound", default=60.0, show_default=True, help="Seconds beyond those two after which it is a hang.")
-@click.option("--transport", default="auto", show_default=True, type=click.Choice(["auto", "tcp", "shm"]))
+@click.option("--wait", default=0.0, show_default=True, help="Seconds that a worker waits for each batch.")
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True, help="The first is the baseline.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Table and plot: FILE.md and FILE.svg.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write all figures.")
 @click.option("--child", type=(str, click.Path(path_type=Path)), hidden=True)
 def main(
@@ -387,24 +393,29 @@ def main(
     seconds: float,
     warm_up: float,
     bound: float,
-    transport: str,
+    wait: float,
     contenders: str,
+    report: Path | None,
     json_file: Path | None,
     child: tuple[str, Path] | None,
 ) -> None:
     if child:
-        return measure(Case.from_json(child[0]), child[1])
+        values = json.loads(child[0])
+        return measure(Case(**{**values, "shape": tuple(values["shape"])}), child[1])
     names, shapes = names_of(contenders), {size: shape_of(size) for size in sizes.split(",")}
     host = machine()
     figures = []
     for size, shape in shapes.items():
-        case = Case("", shape, workers, transport, seconds, warm_up, bound=bound + warm_up + seconds)
+        case = Case("", shape, workers, seconds, warm_up, bound=bound + warm_up + seconds, wait=wait)
         rows = run_rounds(size, case, names, rounds)
         figures += [row.figures(baseline=rows[0]) for row in rows]
-    settings = {"workers": workers, "rounds": rounds, "seconds": seconds, "warm_up": warm_up, "transport": transport}
-    console = Console()
+    settings = {"workers": workers, "rounds": rounds, "seconds": seconds, "warm_up": warm_up, "wait": wait}
+    console = Console(width=160)
     console.print(table(figures, title=one_line(settings), caption=one_line(host)))
     console.print(*troubles(figures), sep="\n", highlight=False, markup=False, soft_wrap=True)
+    if report:
+        report.with_suffix(".md").write_text(f"{one_line(settings)}; {one_line(host)}\n\n{markdown(figures)}\n")
+        report.with_suffix(".svg").write_text(plot(figures))
     if json_file:
         json_file.write_text(json.dumps({"machine": host, "settings": settings, "results": figures}, indent=2))
     sys.exit(any(not row["rates"] for row in figures))
