@@ -13,9 +13,9 @@ VALUES = ["errors", "messages"]
 PURE = ["codec", "recycling", "protocol", "pool", "session", "merge", "checkpoint"]
 EFFECTS = ["security", "buffers", "segments", "transport", "stream", "inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "daemon", "client"]
-EDGES = ["launchers", "reading_service", "testing", "cli", "__main__"]
+EDGES = ["launchers", "reading_service", "testing", "cli", "preload", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
-USERS = {"zmq": {"transport"}, "torchdata": {"graph", "reading_service"}}
+USERS = {"zmq": {"transport"}, "torchdata": {"graph", "reading_service", "preload"}}
 NOT_PURE = {"threading", "socket", "zmq", "time", "os", "subprocess"}
 
 PACKAGE = "rpc_reading_service"

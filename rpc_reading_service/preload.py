@@ -1,0 +1,22 @@
+"""Imported once, by a daemon's forkserver: what every worker would otherwise do again before it can begin.
+
+Besides torch and torchdata that is the daemon's own main module, which multiprocessing imports in each process that it
+starts, and the first look through a graph, for which the caches of the abstract base classes are empty.
+"""
+
+import torch
+from torchdata.datapipes.iter import IterableWrapper
+
+from rpc_reading_service import cli, graph, worker
+
+__all__ = ["cli", "worker"]
+
+
+def _look_through_a_graph() -> None:
+    pipe = IterableWrapper([]).sharding_filter()
+    data = graph.dump(graph.split(pipe, IterableWrapper([])), None, None, ()).data
+    graph.load(data, 1, 0, lambda: iter(()))
+
+
+_look_through_a_graph()
+torch.manual_seed(torch.initial_seed())  # imports what it needs at the first call, and changes nothing
