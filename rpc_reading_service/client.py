@@ -61,7 +61,6 @@ from rpc_reading_service.transport import Deadline
 logger = logging.getLogger(__name__)
 
 WARN_AFTER_S = 30.0
-"""A wait that lasts longer is logged: who is waited for, and what it is doing."""
 
 CLOSE_S = 1.8
 """How long ``close`` waits for the daemons to confirm that the workers are gone: Ctrl-C is to end within 2 s."""
@@ -90,10 +89,14 @@ class Client:
         addresses: of the daemons, checked
         options: see ``SessionOptions``
         in_order: see ``merge.Merge``
+        warn_after: a wait that lasts longer, in seconds, is logged: who is waited for, and what it is doing
     """
 
-    def __init__(self, addresses: Sequence[str], options: SessionOptions, in_order: bool) -> None:
+    def __init__(
+        self, addresses: Sequence[str], options: SessionOptions, in_order: bool, warn_after: float = WARN_AFTER_S
+    ) -> None:
         self._options = options
+        self._warn_after = warn_after
         self._in_order = in_order
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -317,12 +320,12 @@ class Client:
         """Wait, with the lock held, until ``done()``; without a deadline, until nothing has arrived for ``timeout``."""
         started = time.monotonic()
         self._last_arrival = max(self._last_arrival, started)
-        warn_at = started + WARN_AFTER_S
+        warn_at = started + self._warn_after
         while not done():
             self._check_usable()
             now = time.monotonic()
             if now >= warn_at:
-                warn_at = now + WARN_AFTER_S
+                warn_at = now + self._warn_after
                 logger.warning("%s, for %.0f s now", self._with_stacks(name), now - started)
             if self._out_of_time(deadline, now):
                 self._give_up(name)

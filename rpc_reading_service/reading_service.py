@@ -20,7 +20,7 @@ from torchdata.datapipes.iter import IterDataPipe
 from torchdata.datapipes.utils import pin_memory_fn
 
 from rpc_reading_service import checkpoint, graph, transport
-from rpc_reading_service.client import Client
+from rpc_reading_service.client import WARN_AFTER_S, Client
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.errors import AddressError, ClosedError, GraphPickleError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
@@ -143,6 +143,9 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         TypeError, ValueError, AddressError: an argument is none of what is allowed; named in the text.
     """
 
+    warn_after: float = WARN_AFTER_S
+    """A wait that lasts longer, in seconds, is logged: who is waited for, and what it is doing."""
+
     def __init__(
         self,
         workers: Sequence[str] | str | int | None = None,
@@ -243,7 +246,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         options.check_ranks(own_daemons=False)
         addresses = self._addresses(options, extra=payload.dispatching)
         session = options.for_session(payload, own_daemons=self._daemons is not None)
-        client = source.client = Client(addresses, session, options.in_order)
+        client = source.client = Client(addresses, session, options.in_order, self.warn_after)
         source.pin = _pin if options.pin_memory and _can_pin() else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.

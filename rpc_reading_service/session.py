@@ -886,16 +886,17 @@ class ClientSession:
             elif self._is_overdue(worker, now):
                 self._fail(WorkerLostError(self.nowhere_to_go(worker)))
 
-    def _is_overdue(self, worker: Worker, now: float) -> bool:
-        """Whether it is waited for, and has had no place for ``timeout``."""
+    def _is_overdue(self, worker: Worker, now: float, share: float = 1.0) -> bool:
+        """Whether it is waited for, and has had no place for ``timeout``, or a share of it."""
         timeout = self.options.timeout
         feeds = worker.worker == self.num_shards and self._unfinished
         needed = not self.epoch or worker.worker in self._unfinished or feeds
-        return bool(needed) and worker.state is _S.VACANT and timeout is not None and now - worker.since > timeout
+        vacant = needed and worker.state is _S.VACANT
+        return bool(vacant) and timeout is not None and now - worker.since > share * timeout
 
     def longest_vacant(self, now: float) -> Worker | None:
-        """The worker that is waited for and has been without a place for nearly ``timeout``, if there is one."""
-        return next((worker for worker in self.workers if self._is_overdue(worker, now + HEARTBEAT_S)), None)
+        """The worker whose lack of a place makes others wait: for more than half of ``timeout``."""
+        return next((worker for worker in self.workers if self._is_overdue(worker, now, 0.5)), None)
 
     def nowhere_to_go(self, worker: Worker) -> str:
         """Why a shard has no worker: what was lost, and what every daemon said."""

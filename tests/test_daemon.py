@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ def data_ports() -> range:
 
 @pytest.fixture(scope="module")
 def daemons(data_ports: range) -> Iterator[list[Daemon]]:
-    """One daemon for many tests, then six that a test may end; they start together."""
+    """One daemon for many tests, then seven that a test may end; they start together."""
     ports = f"{data_ports[0]}-{data_ports[-1]}"
     started = [Daemon("--port", "0", "--slots", str(SLOTS), "--data-ports", ports)]
-    started += [Daemon("--port", "0", "--slots", "1") for _ in range(6)]
+    started += [Daemon("--port", "0", "--slots", "1") for _ in range(7)]
     everyone = list(started)
     try:
         assert all(each.line for each in started), [each.errors for each in started]
@@ -195,6 +196,26 @@ def test_a_daemon_that_cannot_start_a_process_says_why_and_goes_on(victim: Daemo
 def listening_ports(processes: list[psutil.Process]) -> set[int]:
     connections = itertools.chain.from_iterable(process.net_connections("tcp") for process in processes)
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def test_a_forkserver_that_ends_does_not_end_its_daemon(victim: Daemon) -> None:
+    process = psutil.Process(victim.process.pid)
+    (forkserver,) = (each for each in process.children() if "forkserver" in " ".join(each.cmdline()))
+    idle = len(process.net_connections("unix"))
+    with load(sharded(), victim.address) as loader, ThreadPoolExecutor(1) as training:
+        forkserver.suspend()
+        batches = training.submit(lambda: list(loader))
+        until(lambda: len(process.net_connections("unix")) > idle + 2)  # a worker's channel, and a request for it
+        forkserver.kill()
+        assert batches.result(60) == list(range(N))
+    assert victim.process.poll() is None
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = transport.Deadline(STOP_S)
+    while not condition():
+        assert not deadline.expired
+        threading.Event().wait(0.01)
 
 
 def test_it_listens_on_loopback_only_by_default(daemon: Daemon) -> None:
@@ -356,6 +377,20 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
             assert answer.session == session
             elements += iterator
         assert elements == list(range(200))
+    finally:
+        context.close()
+
+
+def test_slots_that_are_asked_for_again_before_the_graph_came_do_not_mean_that_it_came(daemon: Daemon) -> None:
+    session, digest = "d" * 32, "e" * 64
+    context = transport.Context()
+    try:
+        client = context.dealer(daemon.address)
+        for count in range(2):
+            client.send([messages.encode(messages.OpenSession(session, count, "a test", 1, digest, 5))])
+            assert ask(client) == messages.SessionOpened(session, count, 1, has_graph=False)
+        client.send([messages.encode(messages.CloseSession(session))])
+        assert ask(client) == messages.SessionClosed(session, "")
     finally:
         context.close()
 

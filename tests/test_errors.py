@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from rpc_reading_service import (
 from rpc_reading_service.client import Client
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.session import SessionOptions
+from rpc_reading_service.transport import Deadline
 
 N = 20
 SOON_S = 5.0
@@ -578,6 +580,45 @@ def test_a_worker_that_says_nothing_for_timeout_is_told_with_what_it_does(daemon
             WorkerTimeoutError,
             f"waiting for a batch from worker 0 on {daemon[0]}, busy 1 s in hold, test_errors.py:",
             "gave up after timeout=1 s",
+        ),
+    ):
+        next(iter(loader))
+
+
+class Impatient(RPCReadingService):
+    warn_after = 0.3
+
+
+def test_a_wait_that_lasts_is_logged_with_whom_it_waits_for_and_what_that_does(
+    daemon: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    held = sharded().map(functools.partial(hold, tmp_path / "fifo"))
+    with DataLoader2(held, reading_service=Impatient(daemon, timeout=60)) as loader, ThreadPoolExecutor(1) as training:
+        batch = training.submit(lambda: next(iter(loader)))
+        pattern = (
+            rf"waiting for a batch from worker 0 on {daemon[0]}, busy \d+ s in hold, test_errors.py:\d+, for \d+ s"
+        )
+        deadline = Deadline(SOON_S)
+        while not re.search(pattern, caplog.text):
+            assert not deadline.expired, caplog.text
+            wait([batch], 0.1)
+        (tmp_path / "fifo").open("wb").close()
+        assert batch.result(SOON_S) == 0
+
+
+def leave_at_reset(datapipe: Any, worker_info: Any, seed_generator: Any) -> Any:
+    os._exit(3)
+
+
+def test_a_worker_that_crashes_again_and_again_does_not_outlast_timeout(daemon: list[str]) -> None:
+    with (
+        load(sharded(), daemon, worker_reset_fn=leave_at_reset, timeout=2) as loader,
+        refused_soon(
+            WorkerTimeoutError,
+            f"waiting for a batch from worker 0 on {daemon[0]}",
+            "exited with code 3",
+            "gave up after timeout=2 s",
         ),
     ):
         next(iter(loader))

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from torchdata.dataloader2 import DataLoader2, ReadingServiceInterface, SequentialReadingService
-from torchdata.datapipes.iter import IterableWrapper
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
 from rpc_reading_service import ConnectError, RPCReadingService, daemon, messages, transport
 from rpc_reading_service.launchers import LocalDaemon, LocalDaemons
@@ -185,46 +185,69 @@ ELSEWHERE = "127.0.0.2"
 """Another address of this machine, on which no daemon listens: what is reached there has come through a proxy."""
 
 
+class Gate:
+    """Between a port and its clients: may swallow what the port sends, and break the connections."""
+
+    def __init__(self) -> None:
+        self.swallows = False
+        self.swallowed = 0
+        self.ends: list[socket.socket] = []
+
+    def lets_through(self, data: bytes) -> bool:
+        self.swallowed += len(data) * self.swallows
+        return not self.swallows
+
+    def break_connections(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
-def forwarded(*ports: int) -> Iterator[None]:
+def forwarded(*ports: int, gate: Gate | None = None) -> Iterator[None]:
     """Let these ports through from ELSEWHERE to 127.0.0.1, as a firewall does that is open for them alone."""
+    gate = gate or Gate()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server((ELSEWHERE, port))) for port in ports]
-        ends: list[socket.socket] = []
-        threads = [threading.Thread(target=accept, args=(server, ends)) for server in servers]
+        threads = [threading.Thread(target=accept, args=(server, gate)) for server in servers]
         for thread in threads:
             thread.start()
         try:
             yield
         finally:
-            for end in [*servers, *ends]:
+            for server in servers:
                 with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+                    server.shutdown(socket.SHUT_RDWR)
+            gate.break_connections()
             for thread in threads:
                 thread.join()
-            for end in ends:
+            for end in gate.ends:
                 end.close()
 
 
-def accept(server: socket.socket, ends: list[socket.socket]) -> None:
+def accept(server: socket.socket, gate: Gate) -> None:
     pumps = []
     with contextlib.suppress(OSError):
         while True:
             outer, _ = server.accept()
-            ends.append(outer)
+            gate.ends.append(outer)
             inner = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
-            ends.append(inner)
-            pumps += [threading.Thread(target=pump, args=pair) for pair in ((outer, inner), (inner, outer))]
+            gate.ends.append(inner)
+            pumps += [
+                threading.Thread(target=pump, args=(outer, inner, lambda data: True)),
+                threading.Thread(target=pump, args=(inner, outer, gate.lets_through)),
+            ]
             for thread in pumps[-2:]:
                 thread.start()
     for thread in pumps:
         thread.join()
 
 
-def pump(source: socket.socket, target: socket.socket) -> None:
+def pump(source: socket.socket, target: socket.socket, lets_through: Callable[[bytes], bool]) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(65_536):
-            target.sendall(data)
+            if lets_through(data):
+                target.sendall(data)
     for end in (source, target):
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
@@ -251,6 +274,43 @@ def test_the_control_port_and_the_data_ports_are_all_that_need_be_open(free_port
         port = transport.split_address(behind.address)[1]
         with forwarded(port, free_port), load(sharded(), [f"{ELSEWHERE}:{port}"]) as loader:
             assert [list(loader), list(loader)] == 2 * [list(range(N))]
+    finally:
+        behind.close()
+
+
+# A connection that breaks, and what was on it is lost.
+
+
+class EndsLate(IterDataPipe[int]):
+    """Five elements, and an end when a file is there."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+        while not self.marker.exists():
+            threading.Event().wait(0.01)
+
+
+def test_the_end_of_a_shard_that_is_lost_is_noticed(free_port: int, tmp_path: Path) -> None:
+    behind, gate = LocalDaemon(1, ["--data-ports", f"{free_port}-{free_port}"]), Gate()
+    try:
+        port = transport.split_address(behind.address)[1]
+        with (
+            forwarded(port),
+            forwarded(free_port, gate=gate),
+            load(EndsLate(tmp_path / "end"), [f"{ELSEWHERE}:{port}"]) as loader,
+        ):
+            iterator = iter(loader)
+            elements = [next(iterator) for _ in range(5)]
+            gate.swallows = True
+            (tmp_path / "end").touch()
+            until(lambda: gate.swallowed > 60)  # more than a heartbeat
+            gate.swallows = False
+            gate.break_connections()
+            assert elements + list(iterator) == list(range(5))
+            assert list(loader) == list(range(5))
     finally:
         behind.close()
 
