@@ -23,6 +23,8 @@ class Relay:
         self._target = 0
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
+        self._lets_in = threading.Event()
+        self._lets_in.set()
 
     def start(self, target: int) -> None:
         self._target = target
@@ -32,6 +34,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._server.accept()
+                self._lets_in.wait()
                 far = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
@@ -51,9 +54,15 @@ class Relay:
                 each.shutdown(socket.SHUT_RDWR)
 
     def break_connections(self) -> None:
+        """And let nobody in until ``let_in``."""
+        self._lets_in.clear()
         self._part(*self._sockets)
 
+    def let_in(self) -> None:
+        self._lets_in.set()
+
     def close(self) -> None:
+        self.let_in()
         self._part(self._server, *self._sockets)
         self._server.close()
         for thread in self._threads:
@@ -167,6 +176,7 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
     push.discard()
     relay.break_connections()
     wait_until(lambda: not push.send([b"lost"]), pull.raw)
+    relay.let_in()
     poller = transport.Poller()
     poller.watch(push.raw)
     wait_until(lambda: bool(poller.wait(0.0)), pull.raw)
