@@ -926,11 +926,11 @@ def slow_without_the_gil(seconds: float, x: int) -> int:
 def test_a_batch_that_takes_longer_than_any_heartbeat_is_no_loss(
     two_daemons: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One worker holds the GIL for 7 s, the other sleeps for as long."""
+    """One worker holds the GIL for 16 s, the other sleeps for as long: connections are given up after 14 s."""
     with load(Made(slowly, 2), two_daemons, on_worker_loss="raise") as loader:
         assert list(loader) == [0, 1]
     assert "lost" not in caplog.text
 
 
 def slowly(x: int) -> int:
-    return slow_with_the_gil(7, x) if x == 0 else slow_without_the_gil(7, x)
+    return slow_with_the_gil(16, x) if x == 0 else slow_without_the_gil(16, x)
