@@ -78,6 +78,7 @@ STACK_S = 2.0
 FINALIZED = "the reading service has been finalized: create a new DataLoader2"
 
 TICK_S = 0.5
+LEAST_TICK_S = 0.02
 MESSAGES_PER_TURN = 256
 """Data messages received before control messages get their turn."""
 
@@ -490,6 +491,7 @@ class _IOThread:
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._endpoints: dict[tuple[int, int], str] = {}
+        self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
 
     def start(self) -> None:
@@ -539,9 +541,12 @@ class _IOThread:
             return session.over or time.monotonic() > session.closed_at + CLOSE_S
 
     def _step(self) -> None:
+        now = time.monotonic()
         with self._client.lock:
             self._client.close_session()
-            self._client.session.tick(time.monotonic())
+            if now >= self._tick_at:  # and not for every message
+                self._client.session.tick(now)
+                self._tick_at = now + LEAST_TICK_S
             actions = self._client.session.take_actions()
         for action in actions:
             self._act(action)

@@ -65,6 +65,9 @@ EXIT_ORPHANED = 71
 SEGMENTS_PER_WINDOW = 2
 """Shared memory of a worker, in its shares of ``prefetch_bytes``: what is in flight, and what the user keeps."""
 
+COLLECTIONS_PER_TURN = 16
+"""How often the I/O thread looks for parcels before it looks for commands: to poll costs more than to look."""
+
 IDLE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h."""
@@ -378,12 +381,15 @@ class ClientOutlet:
     def pump(self) -> bool:
         if self._outgoing:
             self._push.discard()  # what woke us; then comes a try
-        parcels = self._mailbox.collect()
-        self._outgoing.extend(self._packer.pack(parcels))
-        while self._outgoing and self._push.send(self._outgoing[0].frames):
-            self._outgoing.popleft()
-            self._opened = True
-        return bool(parcels)
+        for _ in range(COLLECTIONS_PER_TURN):
+            parcels = self._mailbox.collect()
+            self._outgoing.extend(self._packer.pack(parcels))
+            while self._outgoing and self._push.send(self._outgoing[0].frames):
+                self._outgoing.popleft()
+                self._opened = True
+            if not parcels:
+                return False
+        return True
 
     @property
     def blocked(self) -> Any:
@@ -443,12 +449,13 @@ class IOThread:
         blocked = self._outlet.blocked
         if blocked is not None:
             self._poller.watch(blocked)
-        self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
+        ready = self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
         if blocked is not None:
             self._poller.forget(blocked)
         self._waker.clear()
-        for frames in self._channel.receive_all():
-            self._receive(frames)
+        if self._channel.raw in ready:
+            for frames in self._channel.receive_all():
+                self._receive(frames)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
