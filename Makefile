@@ -25,8 +25,8 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-bench: $(VENV)/.installed-examples
-	$(BIN)/python benchmarks/throughput.py
+bench: $(VENV)/.installed-peers
+	$(BIN)/python benchmarks/throughput.py --report benchmarks/report
 
 network: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m network
