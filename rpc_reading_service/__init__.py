@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ConnectError,
         GraphError,
         GraphPickleError,
+        KeysError,
         RPCReadingError,
         SlotsError,
         StreamError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from rpc_reading_service.inplace import collate, empty
     from rpc_reading_service.reading_service import RPCReadingService
+    from rpc_reading_service.security import CurveKeys
 
 __version__ = "0.1.0"
 
@@ -38,8 +40,10 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "ConnectError",
+    "CurveKeys",
     "GraphError",
     "GraphPickleError",
+    "KeysError",
     "RPCReadingError",
     "RPCReadingService",
     "SlotsError",
@@ -52,7 +56,7 @@ __all__ = [
     "empty",
 ]
 
-_MODULES = {"RPCReadingService": "reading_service", "collate": "inplace", "empty": "inplace"}
+_MODULES = {"RPCReadingService": "reading_service", "CurveKeys": "security", "collate": "inplace", "empty": "inplace"}
 """Of the public names that are no errors."""
 
 

@@ -7,8 +7,10 @@ import sys
 
 import click
 
-from rpc_reading_service import __version__
+from rpc_reading_service import __version__, security
 from rpc_reading_service.daemon import Daemon, DaemonOptions
+from rpc_reading_service.errors import KeysError
+from rpc_reading_service.security import ServerKeys
 
 EXIT_CANNOT_START = 2
 """The port is taken, the host is not this machine's, or no worker process can be started."""
@@ -37,6 +39,13 @@ def _port_range(_context: click.Context, _option: click.Parameter, value: str | 
     help="Ports for the workers' batches.  [default: any free ones]",
 )
 @click.option(
+    "--keys",
+    type=click.Path(file_okay=False),
+    metavar="DIR",
+    help="Folder with the daemon's key and the clients that it lets in; see keygen.",
+)
+@click.option("--insecure", is_flag=True, help="Serve everybody who can reach the port, without keys.")
+@click.option(
     "--grace",
     default=0.0,
     type=click.FloatRange(min=0),
@@ -57,6 +66,8 @@ def main(
     port: int,
     slots: int | None,
     data_ports: range | None,
+    keys: str | None,
+    insecure: bool,
     grace: float,
     log_level: str,
     lifeline: int | None,
@@ -71,8 +82,32 @@ def main(
     slots = slots or len(os.sched_getaffinity(0))
     if data_ports is not None and len(data_ports) < slots:
         raise click.UsageError(f"--data-ports has {len(data_ports)} ports, but {slots} slots need one each")
-    options = DaemonOptions(host, port, slots, grace, data_ports or (0,))
+    try:
+        server_keys = ServerKeys.load(keys) if keys is not None else None
+        options = DaemonOptions(host, port, slots, grace, data_ports or (0,), server_keys, insecure)
+    except KeysError as error:
+        click.echo(f"rpc-reading-worker: {error}", err=True)
+        sys.exit(EXIT_CANNOT_START)
     sys.exit(serve(options, socket.socket(fileno=lifeline) if lifeline is not None else None))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))
+def keygen(folder: str) -> None:
+    """Make keys for daemons and for one client.
+
+    Daemons need server.key and allowed, clients client.key and server.pub. For one more client, make keys in another
+    folder, copy its client.pub to allowed under another name, and give the client this folder's server.pub.
+    """
+    try:
+        security.create(folder)
+    except KeysError as error:
+        click.echo(f"rpc-reading-worker: {error}", err=True)
+        sys.exit(EXIT_CANNOT_START)
+    click.echo(
+        f"rpc-reading-worker --host 0.0.0.0 --keys {folder}  # needs {folder}/server.key and {folder}/allowed\n"
+        f"export RPC_READING_KEYS={os.path.abspath(folder)}  # needs client.key and server.pub"
+    )
 
 
 def serve(options: DaemonOptions, lifeline: socket.socket | None) -> int:

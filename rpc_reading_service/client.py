@@ -24,6 +24,7 @@ from rpc_reading_service.errors import (
     AddressError,
     ClosedError,
     ConnectError,
+    KeysError,
     RPCReadingError,
     WorkerError,
     WorkerLostError,
@@ -41,6 +42,7 @@ from rpc_reading_service.messages import (
     ShardError,
     Stack,
 )
+from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import (
     Action,
     ClientSession,
@@ -91,11 +93,18 @@ class Client:
         options: see ``SessionOptions``
         in_order: see ``merge.Merge``
         warn_after: a wait that lasts longer, in seconds, is logged: who is waited for, and what it is doing
+        keys: None for daemons without
     """
 
     def __init__(
-        self, addresses: Sequence[str], options: SessionOptions, in_order: bool, warn_after: float = WARN_AFTER_S
+        self,
+        addresses: Sequence[str],
+        options: SessionOptions,
+        in_order: bool,
+        warn_after: float = WARN_AFTER_S,
+        keys: CurveKeys | None = None,
     ) -> None:
+        self.keys = keys
         self._options = options
         self._warn_after = warn_after
         self._in_order = in_order
@@ -490,6 +499,7 @@ class _IOThread:
         self._context = transport.Context()
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
+        self._keys_trouble: dict[str, str] = {}
         self._endpoints: dict[tuple[int, int], str] = {}
         self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
@@ -511,8 +521,9 @@ class _IOThread:
 
     def _run(self) -> None:
         try:
-            self._pull = self._context.pull(self._client.session.options.session)
-            pool = buffers.Pool(keep=self._client.session.options.prefetch_bytes)
+            options = self._client.session.options
+            self._pull = self._context.pull(options.session, Pair.from_raw(options.secret) if options.secret else None)
+            pool = buffers.Pool(keep=options.prefetch_bytes)
             self._reader = StreamReader(self._pull, self._accepts, pool.allocate)
             self._poller.watch(self._pull.raw)
             self._poller.watch(self._client.waker.raw)
@@ -620,13 +631,18 @@ class _IOThread:
                 self._client.fail(remote_error(action))
 
     def _fail_to_connect(self, action: FailToConnect) -> None:
-        reasons = [f"{address}: {transport.diagnose(address)}" for address in action.addresses]
-        text = f"no answer within connect_timeout={self._client.connect_timeout:g} s from {'; '.join(reasons)}"
+        troubles = {address: self._keys_trouble.get(address) for address in action.addresses}
+        reasons = [f"{address}: {trouble or transport.diagnose(address)}" for address, trouble in troubles.items()]
+        if all(troubles.values()):
+            error: RPCReadingError = KeysError(f"no session with {'; '.join(reasons)}")
+        else:
+            seconds = f"connect_timeout={self._client.connect_timeout:g} s"
+            error = ConnectError(f"no answer within {seconds} from {'; '.join(reasons)}")
         with self._client.lock:
-            self._client.fail(ConnectError(text))
+            self._client.fail(error)
 
     def _connect(self, address: str) -> None:
-        dealer = self._dealers[address] = self._context.dealer(address)
+        dealer = self._dealers[address] = self._context.dealer(address, self._client.keys)
         self._poller.watch(dealer.raw)
         self._poller.watch(dealer.raw_monitor)
 
@@ -666,6 +682,7 @@ class _IOThread:
                 logger.warning("! %s sent something that is no message of ours: %s", dealer.address, error)
                 continue
             logger.debug("< %s", message)
+            self._keys_trouble.pop(dealer.address, None)
             with self._client.lock:
                 self._client.session.receive(dealer.address, message, frames[1] if len(frames) > 1 else None, now)
                 if isinstance(message, Stack):
@@ -673,9 +690,22 @@ class _IOThread:
                 if self._client.session.num_shards:
                     self._client.workers_known(self._client.session.num_shards)
                 self._client.lock.notify_all()
-        if dealer.dropped():
-            with self._client.lock:
+        dropped, failure = dealer.events()
+        trouble = self._keys_trouble_of(dealer, failure) if failure is not None else None
+        with self._client.lock:
+            if dropped:
                 self._client.session.link_dropped(dealer.address, now)
+            if trouble:
+                self._client.session.link_rejected(dealer.address)
+
+    def _keys_trouble_of(self, dealer: transport.Dealer, failure: transport.Failure) -> str | None:
+        """Whether keys are why no connection comes about; whichever end notices first breaks it off for the other."""
+        if failure is transport.Failure.BROKEN:
+            failure = dealer.look_closer()
+        trouble = keys_trouble(failure, self._client.keys)
+        if trouble:
+            self._keys_trouble[dealer.address] = trouble
+        return trouble
 
     # Data messages.
 
@@ -726,6 +756,23 @@ def no_shared_memory(action: ConnectData) -> str:
         "transport='shm' insists: that takes one host, one user and, for containers, one PID namespace; use 'auto' or "
         "'tcp'"
     )
+
+
+def keys_trouble(failure: transport.Failure, keys: CurveKeys | None) -> str | None:
+    """Why client and daemon do not come together, in words for the user; None if keys have nothing to do with it."""
+    match failure:
+        case transport.Failure.MISMATCH if keys is None:
+            return "it wants keys, and none are given here: give keys=DIR, or set RPC_READING_KEYS"
+        case transport.Failure.MISMATCH:
+            return "it has no keys, and keys are given here: start it with --keys DIR, or leave them out here"
+        case transport.Failure.REFUSED if keys is not None:
+            return (
+                f"it does not let this client in: put its public key {keys.pair.public} (client.pub) into the folder "
+                "allowed of the daemon's keys"
+            )
+        case transport.Failure.WRONG_KEY if keys is not None:
+            return f"it has another key than {keys.server} (server.pub): copy server.pub from the daemon's keys"
+    return None
 
 
 def remote_error(action: FailRemotely) -> BaseException:

@@ -7,9 +7,11 @@ client's connection breaks and it is not heard again; then its workers are asked
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import multiprocessing
 import os
+import pwd
 import secrets
 import signal
 import socket
@@ -25,7 +27,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from rpc_reading_service import __version__, buffers, messages, protocol, transport
+from rpc_reading_service import __version__, buffers, messages, protocol, security, transport
+from rpc_reading_service.errors import KeysError
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     AskStack,
@@ -57,6 +60,7 @@ from rpc_reading_service.messages import (
     WorkerFailed,
     WorkerMessage,
 )
+from rpc_reading_service.security import SECRET_BYTES, ServerKeys, Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,9 @@ TICK_S = 1.0
 MESSAGES_PER_TURN = 100
 FAREWELL_S = 0.5
 
+UNKNOWN = "the daemon does not know it"
+"""Of a session; its client greets the daemon again."""
+
 
 def versions() -> dict[str, str]:
     """Of everything that has to fit on both ends, without importing any of it."""
@@ -97,6 +104,23 @@ class DaemonOptions:
     slots: int = 1
     grace: float = 0.0
     data_ports: Sequence[int] = (0,)
+    keys: ServerKeys | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keys is None and not self.insecure and not transport.is_loopback(self.host):
+            raise KeysError(
+                f"without keys whoever can reach {self.host} could run code here as {user_name(os.getuid())}: give "
+                "--keys DIR (made by rpc-reading-worker keygen DIR), or insist with --insecure"
+            )
+
+
+def user_name(uid: int) -> str:
+    """For texts."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 class StoredGraph:
@@ -176,6 +200,8 @@ class Session:
     connection: int
     received: int
     """Messages of this session from its client."""
+    user: str = ""
+    secret: bytes = field(default=b"", repr=False)
     sent: int = 0
     """Messages of this session to its client."""
     was_in_step: bool = True
@@ -193,7 +219,7 @@ class Daemon:
     """Serves until SIGTERM or SIGINT.
 
     Args:
-        options: where to listen, how many slots
+        options: where to listen, how many slots, whom to let in
         lifeline: a socket whose closing ends the daemon too: the process that started it is gone
 
     Raises:
@@ -204,18 +230,22 @@ class Daemon:
         self.options = options
         self.boot = secrets.token_hex(16)
         self._versions = versions()
+        self._ticket_key = secrets.token_bytes(32)
+        self._strangers = Strangers()
         self._lifeline = lifeline
         self._sessions: dict[str, Session] = {}
         self._graphs: dict[str, StoredGraph] = {}
         self._waiting: list[tuple[Session, StartWorker]] = []
         self._stopping: str | None = None
         self._drain_until = float("inf")
+        self._check_at = 0.0
         self._forkserver = multiprocessing.get_context("forkserver")
         self._context = transport.Context()
         self._poller = transport.Poller()
         self._waker = transport.Waker()
+        self._gate = self._context.gate(self._admits) if options.keys is not None else None
         try:
-            self._router = self._context.router(options.host, options.port)
+            self._router = self._context.router(options.host, options.port, options.keys.pair if options.keys else None)
         except OSError:
             self.close()
             raise
@@ -241,9 +271,12 @@ class Daemon:
     def run(self) -> int:
         """Serve; returns the exit code."""
         with self._signals():
-            for raw in (self._router.raw, self._router.raw_monitor, self._waker.raw, self._lifeline):
+            gate = self._gate and self._gate.raw
+            for raw in (self._router.raw, self._router.raw_monitor, self._waker.raw, self._lifeline, gate):
                 if raw is not None:
                     self._poller.watch(raw)
+            if self.options.keys is None and self.options.insecure:
+                logger.warning("--insecure: whoever can reach %s runs code as %s", self.address, user_name(os.getuid()))
             while self._stopping is None or self._sessions:
                 self._step()
         return 0
@@ -300,13 +333,17 @@ class Daemon:
         if now > self._drain_until:
             self.stop(f"{self._stopping}, and its grace of {self.options.grace:g} s is over")
         received = 0
-        for identity, connection, frames in self._router.receive_all(MESSAGES_PER_TURN):
-            self._receive(identity, connection, frames, now)
+        if self._gate is not None:
+            self._gate.answer()
+        for request in self._router.receive_all(MESSAGES_PER_TURN):
+            self._receive(request, now)
             received += 1
         # Only then: what a broken connection still brought must not pass for a sign of life after it.
         if received < MESSAGES_PER_TURN:
-            for connection in self._router.dropped():
-                self._dropped(connection, now)
+            self._watch_connections(now)
+        if now >= self._check_at:
+            self._check_at = now + TICK_S
+            self._check_admitted()
         for session in list(self._sessions.values()):
             self._look_after(session, now)
 
@@ -317,33 +354,29 @@ class Daemon:
 
     # Messages from clients.
 
-    def _receive(self, identity: bytes, connection: int, frames: Sequence[bytes], now: float) -> None:
+    def _receive(self, request: transport.Request, now: float) -> None:
         try:
-            message = messages.decode(frames[0], FromClient)
+            message = messages.decode(request.frames[0], FromClient)
         except (msgspec.DecodeError, IndexError) as error:
-            logger.warning("! a message that is none of ours was dropped: %s", error)
+            self._strangers.note(request.peer or "somebody", f"sent a message that is none of ours, dropped ({error})")
             return
         logger.debug("< %s", message)
-        payload = frames[1] if len(frames) > 1 else None
+        payload = request.frames[1] if len(request.frames) > 1 else None
         match message:
             case Hello():
-                self._hello(identity, message)
+                self._hello(request, message)
             case OpenSession():
-                self._open(identity, connection, message)
+                self._open(request, message)
             case _:
-                self._in_session(identity, connection, message, payload, now)
+                self._in_session(request, message, payload, now)
 
-    def _in_session(self, identity: bytes, connection: int, message: Any, payload: bytes | None, now: float) -> None:
+    def _in_session(self, request: transport.Request, message: Any, payload: bytes | None, now: float) -> None:
+        identity = request.identity
         session = self._sessions.get(message.session)
-        if session is None:
-            self._send(
-                identity,
-                SessionClosed(
-                    message.session, "" if isinstance(message, CloseSession) else "the daemon does not know it"
-                ),
-            )
-            return
-        session.identity, session.connection, session.orphaned_at = identity, connection, None
+        if session is None or session.user != request.user:
+            reason = "" if isinstance(message, CloseSession) else UNKNOWN
+            return self._send(identity, SessionClosed(message.session, reason))
+        session.identity, session.connection, session.orphaned_at = identity, request.connection, None
         self._handle(session, message, payload, now)
         session.received += 1
 
@@ -352,7 +385,7 @@ class Daemon:
             case GraphChunk():
                 self._graph_chunk(session, message, payload or b"")
             case StartWorker():
-                self._start_worker(session, message)
+                self._start_worker(session, message, payload or b"")
             case StopWorker():
                 self._stop_worker(session, message, now)
             case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
@@ -372,30 +405,59 @@ class Daemon:
             return
         self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
 
-    def _hello(self, identity: bytes, message: Hello) -> None:
+    def _hello(self, request: transport.Request, message: Hello) -> None:
+        identity = request.identity
         trouble = protocol.incompatible(message.protocol, message.versions, self._versions)
         if trouble:
             logger.warning("! refused %s: %s", message.client, trouble)
             return self._send(identity, Refused("version", trouble))
+        if stranger := self._is_of_another_user(request):
+            self._strangers.note(message.client, f"was refused: {stranger}")
+            return self._send(identity, Refused("keys", stranger))
         if self._stopping is not None:
             return self._send(identity, Refused("draining", f"the daemon is ending: {self._stopping}"))
         welcome = Welcome(
             PROTOCOL_VERSION, self._versions, self.boot, socket.gethostname(), self.options.slots, self.free,
-            len(self._sessions),
+            len(self._sessions), self._ticket(identity),
         )  # fmt: skip
         self._send(identity, welcome)
+
+    def _is_of_another_user(self, request: transport.Request) -> str | None:
+        """Why the peer may not open a session, in words.
+
+        What is looked up is the connection's descriptor, which may have been closed and be another connection's by now.
+        Therefore the answer carries a ticket, which only the peer itself can show: if it still is there to receive it,
+        it was there when it was looked up.
+        """
+        if self.options.keys is not None or self.options.insecure:
+            return None
+        uid = security.owner(request.connection)
+        if uid in (0, os.getuid()):
+            return None
+        who = "of a user whom the kernel does not name" if uid is None else f"of {user_name(uid)}"
+        return (
+            f"a process {who} may not run code as {user_name(os.getuid())}, and the daemon has no keys: start it with "
+            "--keys DIR, or with --insecure if everybody on that machine may"
+        )
+
+    def _ticket(self, identity: bytes) -> str:
+        return hmac.digest(self._ticket_key, identity, "sha256").hex()
 
     @property
     def free(self) -> int:
         """Slots that no session holds."""
         return self.options.slots - sum(session.slots for session in self._sessions.values())
 
-    def _open(self, identity: bytes, connection: int, message: OpenSession) -> None:
+    def _open(self, request: transport.Request, message: OpenSession) -> None:
+        identity = request.identity
         session = self._sessions.get(message.session)
+        has_ticket = hmac.compare_digest(message.ticket.encode(), self._ticket(identity).encode())
+        if not has_ticket if session is None else session.user != request.user:
+            return self._send(identity, SessionClosed(message.session, UNKNOWN))  # it will greet again
         if session is not None and session.ending is not None:
             return self._send(identity, Refused("session", f"{session} is ending here; ask again"))
         if session is not None:
-            session.identity, session.connection, session.orphaned_at = identity, connection, None
+            session.identity, session.connection, session.orphaned_at = identity, request.connection, None
             if not self._is_in_step(session, message):
                 return
             session.received += 1
@@ -410,7 +472,8 @@ class Daemon:
         except OSError as error:  # no descriptors, no memory
             return self._send(identity, Refused("slots", f"{self.address} has no room for the graph: {error}"))
         if session is None:
-            session = Session(message.session, message.client, identity, connection, message.sent + 1)
+            connection = request.connection
+            session = Session(message.session, message.client, identity, connection, message.sent + 1, request.user)
             self._sessions[message.session] = session
             logger.info("= %s is open, on %d slots", session, message.slots)
         session.slots = max(held, message.slots)
@@ -441,7 +504,8 @@ class Daemon:
 
     # Workers.
 
-    def _start_worker(self, session: Session, message: StartWorker) -> None:
+    def _start_worker(self, session: Session, message: StartWorker, secret: bytes) -> None:
+        session.secret = secret
         if session.ending is not None or not self._is_in_step(session, message):
             return
         graph = session.graph
@@ -453,6 +517,8 @@ class Daemon:
         running = sum(worker.kill_steps is None for worker in session.workers.values())
         if running >= session.slots:
             return self._exited(session, message, f"was not started: {running} workers run already")
+        if len(session.secret) != (0 if self.options.keys is None else SECRET_BYTES):
+            return self._exited(session, message, "was not started: no key for its data port came with the request")
         if not self._has_port():
             return self._waiting.append((session, message))
         try:
@@ -496,6 +562,7 @@ class Daemon:
                     message,
                     self.options.host,
                     self.options.data_ports,
+                    session.secret,
                 ),
                 name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
             )
@@ -593,6 +660,40 @@ class Daemon:
         self._tell(session, WorkerExited(session.session, start.worker, start.attempt, reason, batch))
 
     # The end of a session.
+
+    def _watch_connections(self, now: float) -> None:
+        dropped, failed = self._router.events()
+        for connection in dropped:
+            self._dropped(connection, now)
+        for peer, failure in failed:
+            self._strangers.note(peer, f"could not connect: {self._explain(failure)}")
+
+    def _explain(self, failure: transport.Failure) -> str:
+        has_keys = self.options.keys is not None
+        if failure is transport.Failure.MISMATCH and has_keys:
+            return "it has no keys, which this daemon wants: give it keys=DIR, or set RPC_READING_KEYS there"
+        if failure is transport.Failure.MISMATCH:
+            return "it comes with keys, and this daemon has none: start it with --keys DIR"
+        if failure is transport.Failure.WRONG_KEY:
+            return "it expects another key than this daemon's: copy server.pub to it"
+        return "it broke off, or is no rpc-reading-service"
+
+    def _admits(self, public: str, address: str) -> bool:
+        """Whether a client with this public key is let in."""
+        keys = self.options.keys
+        admitted = keys is not None and public in keys.allowed
+        if keys is not None and not admitted:
+            peer = address.removeprefix("::ffff:")
+            trouble = f"was not let in: its public key {public} is in no *.pub file of {keys.allowed.folder}"
+            self._strangers.note(peer, trouble)
+        return admitted
+
+    def _check_admitted(self) -> None:
+        """Who was taken off the allow-list leaves."""
+        keys = self.options.keys
+        for session in list(self._sessions.values()):
+            if keys is not None and session.user not in keys.allowed:
+                self._end(session, "its client's key is not on the allow-list any more")
 
     def _dropped(self, connection: int, now: float) -> None:
         logger.debug("! connection %d broke", connection)

@@ -20,6 +20,7 @@ from rpc_reading_service import codec, messages, protocol, transport
 from rpc_reading_service.errors import RPCReadingError
 from rpc_reading_service.merge import Entry, Failure, Merge, Signal
 from rpc_reading_service.messages import Batches, Credit, EndOfShard, Opened, ShardError, StartWorker
+from rpc_reading_service.security import Pair
 from rpc_reading_service.stream import Arrival, Packer, Parcel, StreamReader
 
 QUEUE_ELEMENTS = 100_000
@@ -47,9 +48,10 @@ class Feed:
     Two threads use it: the main thread takes, the I/O thread, which owns the socket, receives and gives credit.
     """
 
-    def __init__(self, start: StartWorker, waker: transport.Waker) -> None:
+    def __init__(self, start: StartWorker, waker: transport.Waker, pair: Pair | None = None) -> None:
         self._start = start
         self._waker = waker
+        self._pair = pair
         self._changed = threading.Condition()
         self._merge = Merge(1)
         self._epoch = 0
@@ -125,7 +127,7 @@ class Feed:
 
     def connect(self, context: transport.Context, address: str, port: int) -> list[Any]:
         """Connect to the dispatching worker; returns what to poll."""
-        self._socket = context.feed_dealer(self._start.session, self._start.worker, address, port)
+        self._socket = context.feed_dealer(self._start.session, self._pair, self._start.worker, address, port)
         self._reader = StreamReader(self._socket, self._accepts)
         return [self._socket.raw, self._socket.raw_monitor]
 

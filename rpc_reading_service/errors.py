@@ -4,6 +4,7 @@
     ├── AddressError (also ValueError)      a worker address is malformed, repeated or does not resolve: mend the list
     ├── ConnectError (also ConnectionError) no daemon answers at an address: start it, or open the port
     ├── VersionError                        the two ends do not fit together: install matching versions
+    ├── KeysError                           keys are missing, unreadable, or not those of the other side: mend the keys
     ├── SlotsError                          too few free slots: add daemons, or ask for fewer workers
     ├── GraphError                          the graph cannot be split, sent or rebuilt: change the graph
     │   └── GraphPickleError                an attribute of a DataPipe cannot be pickled
@@ -29,6 +30,10 @@ class AddressError(RPCReadingError, ValueError):
 
 class ConnectError(RPCReadingError, ConnectionError):
     """No daemon answered at one or more addresses within ``connect_timeout``."""
+
+
+class KeysError(RPCReadingError):
+    """Keys are missing, cannot be read, can be read by others, or are not those that the other side knows."""
 
 
 class VersionError(RPCReadingError):

@@ -81,13 +81,15 @@ class Welcome(Message, frozen=True):
     """Slots that no session holds."""
     sessions: Count
     """Sessions that hold the others."""
+    ticket: Text
+    """To be shown when a session is opened: this connection was looked at, and may open one."""
 
 
 class Refused(Message, frozen=True):
     """The daemon will not do what was asked; the text is for the user."""
 
     kind: Text
-    """Which error it becomes: ``version``, ``slots``, ``session``, ``graph`` or ``draining``."""
+    """Which error it becomes: ``version``, ``keys``, ``slots``, ``session``, ``graph`` or ``draining``."""
     reason: Text
     """One sentence: who, what, which limit, what to do."""
 
@@ -120,6 +122,8 @@ class OpenSession(CountedMessage, frozen=True):
     """SHA-256 of the pickled graph, in hexadecimal: a daemon keeps graphs by it."""
     graph_bytes: Count
     """Size of the pickled graph."""
+    ticket: Text
+    """As in Welcome."""
 
 
 class SessionOpened(CountedMessage, frozen=True):
@@ -182,7 +186,7 @@ class WorkerMessage(SessionMessage, frozen=True):
 
 
 class StartWorker(WorkerMessage, frozen=True):
-    """Client to daemon: run a shard in one of the session's slots."""
+    """Client to daemon: run a shard in one of the session's slots; with keys, its payload is the session's secret."""
 
     sent: Count
     """As in CountedMessage: the graph must be here whole, and who had the slot must have been told to leave it."""

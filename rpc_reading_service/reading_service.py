@@ -26,9 +26,11 @@ from rpc_reading_service.errors import AddressError, ClosedError, GraphPickleErr
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
 from rpc_reading_service.pool import Pool
+from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import SessionOptions
 
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
+KEYS_VARIABLE = "RPC_READING_KEYS"
 MAX_PREFETCH_BYTES = 2 << 30
 
 _INITIALIZED = {
@@ -66,6 +68,7 @@ class Options:
     prefetch_bytes: int | None
     share_workers: bool
     transport: str
+    keys: str | CurveKeys | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int) and self.num_workers is not None and self.num_workers > self.workers:
@@ -84,11 +87,25 @@ class Options:
                 "in a distributed training every rank must have as many workers: give num_workers, the same on each"
             )
 
-    def for_session(self, payload: graph.Payload, own_daemons: bool) -> SessionOptions:
+    def keys_for_session(self, own_daemons: bool) -> CurveKeys | None:
+        """Those given, or named by the environment; daemons that were started here have none.
+
+        Raises:
+            KeysError: a file is missing, cannot be read, can be read by others, or holds no key.
+        """
+        if own_daemons:
+            return None
+        if isinstance(self.keys, CurveKeys):
+            return self.keys
+        folder = self.keys or os.environ.get(KEYS_VARIABLE)
+        return CurveKeys.load(folder) if folder else None
+
+    def for_session(self, payload: graph.Payload, own_daemons: bool, encrypted: bool) -> SessionOptions:
         """What the client needs of them, for one session with this graph.
 
         Args:
             own_daemons: whether the daemons were started here, for this session alone
+            encrypted: whether the session needs a key of its own
         """
         return SessionOptions(
             session=secrets.token_hex(16),
@@ -106,6 +123,7 @@ class Options:
             dispatching=payload.dispatching,
             pool=None if own_daemons else self._pool(),
             transport=self.transport,
+            secret=Pair.new().raw if encrypted else b"",
         )
 
 
@@ -130,7 +148,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         worker_reset_fn: called in each worker at the start of each epoch with the graph, a ``WorkerInfo`` and a
             ``SeedGenerator``; returns the graph to use
         pickle_by_value: modules, or their names, that are sent along and need not be installed on the workers
-        keys: none in this version, which has no encryption: any other value is refused
+        keys: for daemons with keys, a folder with ``client.key`` and ``server.pub``, or ``CurveKeys``; None takes the
+            folder named by ``RPC_READING_KEYS``, if it is set
         prefetch_bytes: upper bound of all batches in flight or waiting, in bytes; one batch per worker may always
             move; by default a quarter of the free memory, at most 2 GiB
         transport: ``"auto"`` moves batches through shared memory where a worker is on this host, else over TCP;
@@ -160,12 +179,11 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         worker_init_fn: InitFn | None = None,
         worker_reset_fn: ResetFn | None = None,
         pickle_by_value: Sequence[str | ModuleType] = (),
-        keys: None = None,
+        keys: str | os.PathLike[str] | CurveKeys | None = None,
         prefetch_bytes: int | None = None,
         transport: str = "auto",
         share_workers: bool = True,
     ) -> None:
-        _not_in_this_version(keys)
         self._options = Options(
             workers=_check_workers(workers),
             num_workers=_at_least(1, "num_workers", num_workers, optional=True),
@@ -181,6 +199,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             prefetch_bytes=_at_least(1, "prefetch_bytes", prefetch_bytes, optional=True),
             share_workers=_flag("share_workers", share_workers),
             transport=_one_of(("auto", "tcp", "shm"), "transport", transport),
+            keys=_check_keys(keys),
         )
         self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
         self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
@@ -245,8 +264,10 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
         options.check_ranks(own_daemons=False)
         addresses = self._addresses(options, extra=payload.dispatching)
-        session = options.for_session(payload, own_daemons=self._daemons is not None)
-        client = source.client = Client(addresses, session, options.in_order, self.warn_after)
+        own_daemons = self._daemons is not None
+        keys = options.keys_for_session(own_daemons)
+        session = options.for_session(payload, own_daemons, encrypted=keys is not None)
+        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys)
         source.pin = _pin if options.pin_memory and _can_pin() else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
@@ -476,12 +497,15 @@ def _pickled(function: Any) -> bytes:
 # Arguments.
 
 
-def _not_in_this_version(keys: object) -> None:
-    if keys is not None:
-        raise ValueError(
-            "keys: this version has neither encryption nor authentication, so it takes no keys; use it on loopback or "
-            "on a trusted network only"
-        )
+def _check_keys(keys: object) -> str | CurveKeys | None:
+    """A folder is read here, so that what is wrong with it is said at once, and again by ``initialize``."""
+    if keys is None or isinstance(keys, CurveKeys):
+        return keys
+    if not isinstance(keys, str | os.PathLike):
+        raise TypeError(f"keys must be a folder, CurveKeys or None, not {keys!r}")
+    folder = os.path.abspath(os.fspath(keys))
+    CurveKeys.load(folder)
+    return folder
 
 
 def _check_workers(workers: Sequence[str] | str | int | None) -> tuple[str, ...] | int | None:

@@ -17,6 +17,7 @@ from rpc_reading_service import protocol
 from rpc_reading_service.errors import (
     ConnectError,
     GraphError,
+    KeysError,
     RPCReadingError,
     SlotsError,
     VersionError,
@@ -93,6 +94,8 @@ NO_REQUEST = 0
 """Number of a request that nobody waits for."""
 
 _S, _E = WorkerState, WorkerEvent
+
+_REFUSALS = {"version": VersionError, "keys": KeysError, "slots": SlotsError, "graph": GraphError}
 
 
 # What the client's driver has to do.
@@ -185,6 +188,8 @@ class SessionOptions:
     dispatching: bool = False
     pool: Pool | None = None
     transport: str = "auto"
+    secret: bytes = field(default=b"", repr=False)
+    """With keys: the session's own secret key, for its workers."""
 
     def bytes_per_worker(self, num_workers: int) -> int:
         """Each worker's share of ``prefetch_bytes``: its window and the client's meter go by the same."""
@@ -218,6 +223,8 @@ class Link:
     held: int = 0
     has_graph: bool = False
     trouble: str = ""
+    rejected: bool = False
+    ticket: str = ""
     refused_at: float = float("-inf")
     dropped: float | None = None
     draining: bool = False
@@ -332,6 +339,7 @@ class ClientSession:
         link.state = LinkState.GREETED
         link.boot, link.host = message.boot, message.host
         link.slots, link.free, link.sessions = message.slots, message.free, message.sessions
+        link.ticket, link.rejected = message.ticket, False
         for name, text in compare_versions(self.options.versions, message.versions):
             logger.warning("%s: %s differs: %s; results may differ too", link.address, name, text)
         if self.workers:
@@ -400,8 +408,18 @@ class ClientSession:
         """Repeated until it is answered: the question, or its answer, may be lost with a connection."""
         link.beat = now
         options = self.options
-        slots, digest = link.wanted, options.graph_digest
-        self._send(link, OpenSession(options.session, link.sent, options.client, slots, digest, options.graph_bytes))
+        self._send(
+            link,
+            OpenSession(
+                options.session,
+                link.sent,
+                options.client,
+                link.wanted,
+                options.graph_digest,
+                options.graph_bytes,
+                link.ticket,
+            ),
+        )
 
     def _opened(self, link: Link, message: SessionOpened, now: float) -> None:
         if not link.held:
@@ -435,7 +453,7 @@ class ClientSession:
         message = StartWorker(
             options.session, worker.worker, worker.attempt, link.sent, total, options.prefetch_count, budget
         )
-        self._send(link, message)
+        self._send(link, message, options.secret or None)
         self._leave_draining()
 
     def _send_graph(self, link: Link) -> None:
@@ -499,12 +517,12 @@ class ClientSession:
     def _refused(self, link: Link, message: Refused, now: float) -> None:
         link.trouble = message.reason
         link.refused_at = now
-        if self.workers and message.kind not in ("version", "graph"):
+        if self.workers and message.kind not in ("version", "keys", "graph"):
             stays = LinkState.GREETING if message.kind == "draining" else LinkState.GREETED
             link.state = LinkState.OPEN if link.held else stays
             self._place_vacant(now)
             return
-        error = {"version": VersionError, "slots": SlotsError, "graph": GraphError}.get(message.kind, ConnectError)
+        error = _REFUSALS.get(message.kind, ConnectError)
         raise error(f"{link.address} refused: {message.reason}")
 
     def _ready(self, link: Link, message: WorkerReady, now: float) -> None:
@@ -785,6 +803,10 @@ class ClientSession:
         link.beat = now
         self._send(link, Heartbeat(self.options.session, link.sent))
 
+    def link_rejected(self, address: str) -> None:
+        """No connection comes about, as the two ends do not agree on their keys: nobody need wait for this daemon."""
+        self.links[address].rejected = True
+
     def _drain(self, link: Link, message: Draining, now: float) -> None:
         logger.warning("%s is ending within %g s: %s", link.address, message.grace, message.reason)
         link.draining, link.trouble = True, message.reason
@@ -872,7 +894,8 @@ class ClientSession:
         if not self.workers:
             self._guard(self._proceed, now)
             silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
-            if silent and not self.workers and now - self._started >= self.options.connect_timeout:
+            in_vain = all(link.rejected for link in silent) and not self._suffices()
+            if silent and not self.workers and (in_vain or now - self._started >= self.options.connect_timeout):
                 self._actions.append(FailToConnect([link.address for link in silent]))
             return
         self._place_vacant(now)

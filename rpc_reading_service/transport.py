@@ -7,6 +7,7 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 import contextlib
 import errno
 import hashlib
+import ipaddress
 import itertools
 import os
 import re
@@ -14,15 +15,18 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from rpc_reading_service.errors import AddressError
 from rpc_reading_service.messages import CHUNK_BYTES, CONTROL_BYTES
+from rpc_reading_service.security import CurveKeys, Pair
 
 Frame: TypeAlias = bytes | bytearray | memoryview
 
@@ -42,6 +46,12 @@ HEARTBEAT_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 14_000
 """ZMTP heartbeats run in libzmq's own thread, so a process that holds the GIL still answers and one that is stopped, or
 whose host vanished, does not. A time-out counts silence between frames, which on the data channel are 1 MiB at most."""
+
+HANDSHAKE_MS = 10_000
+"""How long a connection may take until its peer is known: idle and slow ones give their descriptor back then."""
+
+BROKEN_OFTEN = 3
+"""So many handshakes that the other end broke off, by one socket, are no accident."""
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
@@ -142,6 +152,34 @@ def probe(address: str, timeout: float = 1.0) -> str | None:
     return None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on this address or interface."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
+
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""The first bytes of a ZMTP/3 greeting: enough to be told the other end's mechanism, and to say none."""
+
+_GREETING_BYTES = 64
+
+
+def mechanism(address: str, timeout: float = 1.0) -> str | None:
+    """What a daemon wants of its peers, ``NULL`` or ``CURVE``; None if that cannot be found out."""
+    host, port = split_address(_endpoint(address))
+    try:
+        with socket.create_connection((host, port), timeout) as connection:
+            connection.sendall(_GREETING)
+            greeting = b""
+            while len(greeting) < _GREETING_BYTES and (more := connection.recv(_GREETING_BYTES)):
+                greeting += more
+    except OSError:
+        return None
+    return greeting[12:32].rstrip(b"\0").decode("ascii", "replace") if greeting.startswith(b"\xff") else None
+
+
 def diagnose(address: str) -> str:
     """Why a daemon did not answer a greeting, in words for the user."""
     try:
@@ -150,7 +188,7 @@ def diagnose(address: str) -> str:
         return str(error)
     troubles = [probe(candidate) for candidate in candidates]
     if None in troubles:
-        return "something answers TCP there, but it is no rpc-reading-worker, or it wants keys"
+        return "something answers TCP there, but it is no rpc-reading-worker"
     return troubles[0] or ""
 
 
@@ -166,7 +204,41 @@ def _endpoint(address: str) -> str:
 # Sockets.
 
 
-def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int) -> "zmq.Socket[bytes]":
+class Lock(NamedTuple):
+    """The keys of one end of a connection; no lock, no encryption.
+
+    Args:
+        pair: this end's own
+        server: the public key of the end that is connected to; None at that end itself
+    """
+
+    pair: Pair
+    server: str | None = None
+
+    @classmethod
+    def of_client(cls, keys: CurveKeys | None) -> "Lock | None":
+        return None if keys is None else cls(keys.pair, keys.server)
+
+    @classmethod
+    def connecting(cls, pair: Pair | None) -> "Lock | None":
+        """Among those who share a pair, the end that connects."""
+        return None if pair is None else cls(pair, pair.public)
+
+    @classmethod
+    def binding(cls, pair: Pair | None) -> "Lock | None":
+        return None if pair is None else cls(pair)
+
+    def put_on(self, socket_: "zmq.Socket[bytes]") -> None:
+        socket_.curve_publickey = self.pair.public.encode()
+        socket_.curve_secretkey = self.pair.secret.encode()
+        if self.server is not None:
+            socket_.curve_serverkey = self.server.encode()
+        else:
+            socket_.curve_server = True
+            socket_.zap_domain = b"rpc-reading"  # without a domain, libzmq might let in whoever has any key
+
+
+def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | None) -> "zmq.Socket[bytes]":
     socket_: zmq.Socket[bytes] = context.socket(kind)
     socket_.linger = 0
     socket_.ipv6 = True
@@ -176,7 +248,10 @@ def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int) -> "zmq.Socket
     socket_.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
     socket_.reconnect_ivl = RECONNECT_MS
     socket_.reconnect_ivl_max = RECONNECT_MAX_MS
+    socket_.handshake_ivl = HANDSHAKE_MS
     socket_.tcp_keepalive = 1
+    if lock is not None:
+        lock.put_on(socket_)
     return socket_
 
 
@@ -190,32 +265,95 @@ class Context:
         """Close every socket at once; what they still had to send is lost."""
         self._context.destroy(linger=0)
 
-    def dealer(self, address: str) -> "Dealer":
-        return Dealer(self._context, address)
+    def gate(self, admits: Callable[[str, str], bool]) -> "Gate":
+        return Gate(self._context, admits)
 
-    def router(self, host: str, port: int) -> "Router":
-        return Router(self._context, host, port)
+    def dealer(self, address: str, keys: CurveKeys | None = None) -> "Dealer":
+        return Dealer(self._context, address, keys)
 
-    def pull(self, session: str) -> "Pull":
-        return Pull(self._context, session)
+    def router(self, host: str, port: int, pair: Pair | None = None) -> "Router":
+        return Router(self._context, host, port, pair)
 
-    def push(self, session: str, host: str, ports: Iterable[int]) -> "Push":
-        return Push(self._context, session, host, ports)
+    def pull(self, session: str, pair: Pair | None = None) -> "Pull":
+        return Pull(self._context, session, pair)
 
-    def feed_router(self, session: str, host: str, ports: Iterable[int]) -> "FeedRouter":
-        return FeedRouter(self._context, session, host, ports)
+    def push(self, session: str, pair: Pair | None, host: str, ports: Iterable[int]) -> "Push":
+        return Push(self._context, session, pair, host, ports)
 
-    def feed_dealer(self, session: str, worker: int, address: str, port: int) -> "FeedDealer":
-        return FeedDealer(self._context, session, worker, address, port)
+    def feed_router(self, session: str, pair: Pair | None, host: str, ports: Iterable[int]) -> "FeedRouter":
+        return FeedRouter(self._context, session, pair, host, ports)
+
+    def feed_dealer(self, session: str, pair: Pair | None, worker: int, address: str, port: int) -> "FeedDealer":
+        return FeedDealer(self._context, session, pair, worker, address, port)
+
+
+class Gate:
+    """Where libzmq asks, for each connection to a locked socket of the context, whether its peer is let in (ZAP).
+
+    It must be there before those sockets are, and belongs to the thread that calls ``answer``.
+
+    Args:
+        admits: whether a client with this public key, at this IP address, is let in
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", admits: Callable[[str, str], bool]) -> None:
+        self._admits = admits
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+
+    @property
+    def raw(self) -> Any:
+        return self._socket
+
+    def answer(self) -> None:
+        """Answer whoever has been asking."""
+        for version, request, _domain, address, _name, _mechanism, *credentials in _drain(self._socket):
+            public = z85.encode(b"".join(credentials))
+            admitted = self._admits(public.decode(), address.decode())
+            status, text = (b"200", b"let in") if admitted else (b"400", b"not on the list")
+            self._socket.send_multipart([version, request, status, text, public, b""])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Failure(Enum):
+    """Why two ends of a connection could not agree on who they are; libzmq tells nobody but its monitor."""
+
+    REFUSED = "the client's key is not on the list"
+    MISMATCH = "one end has keys, the other has none"
+    WRONG_KEY = "the server has another key than the client expects"
+    BROKEN = "the handshake was broken off"
+
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_CRYPTOGRAPHIC = {zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE}
+
+
+def _failure(event: Any) -> Failure | None:
+    """What a monitor's event says about a handshake; None if it is no failed one."""
+    match event["event"]:
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return Failure.REFUSED
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return Failure.MISMATCH
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] in _CRYPTOGRAPHIC:
+            return Failure.WRONG_KEY
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return Failure.BROKEN
+    return None
 
 
 class Dealer:
     """The client's end of the control channel to one daemon."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: str) -> None:
+    def __init__(self, context: "zmq.Context[Any]", address: str, keys: CurveKeys | None) -> None:
         self.address = address
-        self._socket = _open(context, zmq.DEALER, CONTROL_BYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._mechanism = "NULL" if keys is None else "CURVE"
+        self._broken = 0
+        self._socket = _open(context, zmq.DEALER, CONTROL_BYTES, Lock.of_client(keys))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._socket.connect(_endpoint(address))
 
     @property
@@ -233,14 +371,41 @@ class Dealer:
     def receive_all(self) -> Iterator[list[bytes]]:
         yield from _drain(self._socket)
 
-    def dropped(self) -> bool:
-        """Whether the connection broke since the last call."""
-        return sum(1 for _ in _drain(self._monitor)) > 0
+    def events(self) -> tuple[bool, Failure | None]:
+        """Whether the connection broke since the last call, and why none came about."""
+        events = [parse_monitor_message(frames) for frames in _drain(self._monitor)]
+        failures = [failure for event in events if (failure := _failure(event))]
+        return any(event["event"] == zmq.EVENT_DISCONNECTED for event in events), failures[-1] if failures else None
+
+    def look_closer(self) -> Failure:
+        """Why the other end broke the handshake off.
+
+        A daemon that is not ready yet does so after ``HANDSHAKE_MS``, one with another key each time that libzmq tries.
+        """
+        theirs = mechanism(self.address)
+        if theirs in ("NULL", "CURVE") and theirs != self._mechanism:
+            return Failure.MISMATCH
+        self._broken += theirs == "CURVE"
+        return Failure.WRONG_KEY if self._broken >= BROKEN_OFTEN else Failure.BROKEN
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+
+
+class Request(NamedTuple):
+    """One message from a client."""
+
+    identity: bytes
+    """Where an answer goes."""
+    connection: int
+    """Descriptor of the connection, while it lasts; ``Router.events`` names connections by it."""
+    user: str
+    """The client's public key; empty without keys."""
+    peer: str
+    """The client's IP address."""
+    frames: list[bytes]
 
 
 class Router:
@@ -250,9 +415,12 @@ class Router:
         OSError: the port is taken, or the host is not one of this machine's.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", host: str, port: int) -> None:
-        self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def __init__(self, context: "zmq.Context[Any]", host: str, port: int, pair: Pair | None) -> None:
+        self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES, Lock.binding(pair))
+        self._socket.rcvhwm = STRANGER_MESSAGES
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | _FAILED)
+        self._peers: dict[int, str] = {}
+        self._failed: Failure | None = None
         self.port = _bind(self._socket, host, [port])
 
     @property
@@ -267,24 +435,58 @@ class Router:
         """To one client; a client that is gone gets nothing, and no error."""
         self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
 
-    def receive_all(self, at_most: int) -> Iterator[tuple[bytes, int, list[bytes]]]:
-        """Identity, connection number and frames of each message; the number is that of ``dropped``."""
+    def receive_all(self, at_most: int) -> Iterator[Request]:
         for _ in range(at_most):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            yield frames[0].bytes, _connection(frames[-1]), [frame.bytes for frame in frames[1:]]
+            last = frames[-1]
+            known = _property(last, "User-Id"), _property(last, "Peer-Address")
+            yield Request(frames[0].bytes, _connection(last), *known, [frame.bytes for frame in frames[1:]])
 
-    def dropped(self) -> list[int]:
-        """Connections that broke since the last call."""
-        return [int(parse_monitor_message(frames)["value"]) for frames in _drain(self._monitor)]
+    def events(self) -> tuple[list[int], list[tuple[str, Failure]]]:
+        """Connections that broke since the last call, and who could not connect, by IP address."""
+        dropped: list[int] = []
+        failed: list[tuple[str, Failure]] = []
+        for frames in _drain(self._monitor):
+            event = parse_monitor_message(frames)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._peers[event["value"]] = _peer(event["value"])
+            elif event["event"] != zmq.EVENT_DISCONNECTED:
+                self._failed = _failure(event)
+            else:
+                peer, failure = self._peers.pop(event["value"], _GONE), self._failed
+                dropped.append(event["value"])
+                if failure not in (None, Failure.REFUSED):  # the two events of one connection follow on one another
+                    failed.append((peer, failure))
+                self._failed = None
+        return dropped, failed
 
     def close(self, linger: float) -> None:
         """Close; answers on their way get ``linger`` seconds."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=int(linger * 1000))
+
+
+_GONE = "a peer that was gone at once"
+
+
+def _peer(connection: int) -> str:
+    """The IP address at the other end, unless it is gone already."""
+    try:
+        with socket.socket(fileno=os.dup(connection)) as ours:
+            return str(ours.getpeername()[0]).removeprefix("::ffff:")
+    except (OSError, IndexError):
+        return _GONE
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name)).removeprefix("::ffff:")
+    except zmq.ZMQError:
+        return ""
 
 
 def _connection(frame: zmq.Frame) -> int:
@@ -347,8 +549,8 @@ class Pull(_Reading):
     reconnection as new only with it), and sends nothing else.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", session: str) -> None:
-        self._socket = _open(context, zmq.DEALER, DATA_BYTES)
+    def __init__(self, context: "zmq.Context[Any]", session: str, pair: Pair | None) -> None:
+        self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, "client")
         self._socket.probe_router = True
         self._socket.immediate = True
@@ -370,8 +572,10 @@ class Pull(_Reading):
 class FeedDealer(_Reading):
     """A worker's end of the stream that a dispatching worker feeds it."""
 
-    def __init__(self, context: "zmq.Context[Any]", session: str, worker: int, address: str, port: int) -> None:
-        self._socket = _open(context, zmq.DEALER, DATA_BYTES)
+    def __init__(
+        self, context: "zmq.Context[Any]", session: str, pair: Pair | None, worker: int, address: str, port: int
+    ) -> None:
+        self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, f"worker {worker}")
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(_beside(address, port))
@@ -396,9 +600,11 @@ class FeedRouter:
         OSError: none of the ports is free.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", session: str, host: str, ports: Iterable[int]) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
+    ) -> None:
         self._session = session
-        self._socket = _open_to_strangers(context)
+        self._socket = _open_to_strangers(context, pair)
         self.port = _bind(self._socket, host, ports)
 
     @property
@@ -415,12 +621,12 @@ class FeedRouter:
         _send(self._socket, [_secret_name(self._session, f"worker {worker}"), *frames])
 
 
-def _open_to_strangers(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
+def _open_to_strangers(context: "zmq.Context[Any]", pair: Pair | None) -> "zmq.Socket[bytes]":
     """A ROUTER that sends to peers by their secret names alone, so that whoever else connects gets nothing.
 
     A name that connects again is known at its new connection (``router_handover``): the old one may be half open.
     """
-    socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES)
+    socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES, Lock.binding(pair))
     socket_.rcvhwm = STRANGER_MESSAGES
     socket_.router_mandatory = True
     socket_.router_handover = True
@@ -453,9 +659,11 @@ class Push:
         OSError: none of the ports is free.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", session: str, host: str, ports: Iterable[int]) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
+    ) -> None:
         self._client = _secret_name(session, "client")
-        self._socket = _open_to_strangers(context)
+        self._socket = _open_to_strangers(context, pair)
         self.port = _bind(self._socket, host, ports)
 
     @property

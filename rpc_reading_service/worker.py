@@ -52,6 +52,7 @@ from rpc_reading_service.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from rpc_reading_service.security import Pair
 from rpc_reading_service.stream import Packed, Packer, Parcel
 
 logger = logging.getLogger(__name__)
@@ -409,11 +410,12 @@ class IOThread:
         channel: to the daemon
         outlet: to whoever takes the parcels
         feed: from the dispatching worker, if there is one
+        gate: with keys, lets in those who have the session's
     """
 
     def __init__(
         self, channel: transport.Channel, waker: transport.Waker, reply: Reply, command: Any, outlet: Any, feed: Feed,
-        context: transport.Context,
+        context: transport.Context, gate: transport.Gate | None,
     ) -> None:  # fmt: skip
         self.runner: Runner | None = None
         self._channel = channel
@@ -423,6 +425,7 @@ class IOThread:
         self._outlet = outlet
         self._feed = feed
         self._context = context
+        self._gate = gate
         self._credit: Credit | None = None
         self._poller = transport.Poller()
         self._main_thread = threading.main_thread().ident
@@ -431,6 +434,8 @@ class IOThread:
         """Until the daemon is gone, and then end the process, whatever the main thread is doing."""
         for raw in (self._channel.raw, self._waker.raw, *self._outlet.raw):
             self._poller.watch(raw)
+        if self._gate is not None:
+            self._poller.watch(self._gate.raw)
         try:
             while True:
                 self._step()
@@ -453,6 +458,8 @@ class IOThread:
         if blocked is not None:
             self._poller.forget(blocked)
         self._waker.clear()
+        if self._gate is not None and self._gate.raw in ready:
+            self._gate.answer()
         if self._channel.raw in ready:
             for frames in self._channel.receive_all():
                 self._receive(frames)
@@ -507,6 +514,7 @@ def main(
     start: StartWorker,
     host: str,
     ports: Sequence[int],
+    secret: bytes,
 ) -> None:
     """Entry point of the process, called by multiprocessing's forkserver."""
     _become_worker(start)
@@ -515,7 +523,7 @@ def main(
     try:
         logbook = buffers.Logbook(logbook_fd.detach())
         logbook.idle()
-        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports)
+        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports, secret)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
         reply(failed, codec.encode_error(error))
@@ -531,25 +539,28 @@ def _build(
     start: StartWorker,
     host: str,
     ports: Sequence[int],
+    secret: bytes,
 ) -> Runner:
     context = transport.Context()
     waker = transport.Waker()
-    feed = Feed(start, waker)
+    pair = Pair.from_raw(secret) if secret else None
+    gate = context.gate(lambda public, _address: public == pair.public) if pair is not None else None
+    feed = Feed(start, waker, pair)
     dispatching = start.worker == start.num_workers
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
     memory: segments.Segments | None = None
     if dispatching:
-        mailbox, router = DispatchMailbox(start, waker), context.feed_router(start.session, host, ports)
+        mailbox, router = DispatchMailbox(start, waker), context.feed_router(start.session, pair, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
         memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes)
         drop = functools.partial(_take_back, memory)
-        mailbox, push = Mailbox(window, waker, memory.board, drop), context.push(start.session, host, ports)
+        mailbox, push = Mailbox(window, waker, memory.board, drop), context.push(start.session, pair, host, ports)
         packer = Packer(start.session, start.worker, start.attempt)
         outlet, port = ClientOutlet(mailbox, push, packer, drop), push.port
-    io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context)
+    io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context, gate)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     if memory is not None:
         inplace.lend_from(memory.lend)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import psutil
 import pytest
 import zmq
 from click.testing import CliRunner
+from daemons import Daemon, running
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -34,64 +34,6 @@ N = 20
 SLOTS = 3
 STOP_S = 5.0
 """Within which a daemon ends."""
-
-
-class Daemon:
-    """One ``rpc-reading-worker``, started now; it ends at the latest with this process, by way of the lifeline."""
-
-    def __init__(self, *options: str) -> None:
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._lifeline, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rpc_reading_service", *options, "--lifeline", str(theirs.fileno())],
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                text=True,
-            )
-        self._line = ""
-
-    @property
-    def line(self) -> str:
-        """The first line that it prints, when it is ready."""
-        assert self.process.stdout is not None
-        self._line = self._line or self.process.stdout.readline()
-        return self._line
-
-    @property
-    def address(self) -> str:
-        return self.line.partition(" ready on ")[2].partition(",")[0]
-
-    @property
-    def port(self) -> int:
-        return transport.split_address(self.address)[1]
-
-    @property
-    def errors(self) -> str:
-        """What it wrote to stderr."""
-        self._stderr.seek(0)
-        return self._stderr.read()
-
-    def family(self) -> list[psutil.Process]:
-        """Forkserver, workers and whatever else it started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._lifeline.close()
-        self._stderr.close()
-
-
-@contextlib.contextmanager
-def running(*options: str) -> Iterator[Daemon]:
-    daemon = Daemon(*options)
-    try:
-        yield daemon
-    finally:
-        daemon.close()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +179,9 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(daemon: Daemon) -> None:
 
 
 def test_a_host_of_another_machine_is_one_line_and_exit_code_2() -> None:
-    with running("--host", "192.0.2.1", "--port", "0") as started:  # an address for documentation, which nobody has
+    with running(
+        "--host", "192.0.2.1", "--port", "0", "--insecure"
+    ) as started:  # an address for documentation, which nobody has
         assert started.process.wait(30) == 2
         assert re.fullmatch(r"rpc-reading-worker: cannot bind 192\.0\.2\.1:.*\n", started.errors)
 
@@ -263,7 +207,7 @@ def test_a_wrong_option_is_refused_by_name_with_exit_code_2(what: str) -> None:
 def test_help_names_every_option() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
-    for option in ("--host", "--port", "--slots", "--data-ports", "--log-level", "--version"):
+    for option in ("--host", "--port", "--slots", "--data-ports", "--keys", "--insecure", "--log-level", "--version"):
         assert option in result.output
     assert "--lifeline" not in result.output
 

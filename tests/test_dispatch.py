@@ -67,7 +67,7 @@ class Wire:
         self.dealers: dict[int, Dealer] = {}
         self.raw: Any = None
 
-    def feed_dealer(self, session: str, worker: int, address: str, port: int) -> "Dealer":
+    def feed_dealer(self, session: str, pair: None, worker: int, address: str, port: int) -> "Dealer":
         self.dealers[worker] = Dealer(self, worker)
         return self.dealers[worker]
 

@@ -19,7 +19,12 @@ from rpc_reading_service import errors
 from rpc_reading_service.reading_service import RPCReadingService
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 ADDRESSES = ["cpu1:5555", "cpu2:5555"]
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -684,7 +684,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pickle_by_value str": ({"pickle_by_value": "mine"}, TypeError, "must be a sequence of modules or their names"),
     "pickle_by_value None": ({"pickle_by_value": None}, TypeError, "pickle_by_value"),
     "pickle_by_value int": ({"pickle_by_value": [5]}, TypeError, "pickle_by_value"),
-    "keys": ({"keys": "keys/"}, ValueError, "keys: this version has neither encryption nor authentication"),
+    "keys": ({"keys": 5}, TypeError, "keys must be a folder, CurveKeys or None, not 5"),
     "transport": ({"transport": "udp"}, ValueError, "transport must be one of 'auto', 'tcp', 'shm', not 'udp'"),
     "in_order": ({"in_order": "yes"}, TypeError, "in_order must be a bool, not 'yes'"),
     "pin_memory": ({"pin_memory": "cuda"}, TypeError, "pin_memory must be a bool, not 'cuda'"),

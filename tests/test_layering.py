@@ -15,7 +15,7 @@ EFFECTS = ["security", "buffers", "segments", "transport", "stream", "inplace", 
 PROCESSES = ["dispatch", "worker", "daemon", "client"]
 EDGES = ["launchers", "reading_service", "testing", "cli", "preload", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
-USERS = {"zmq": {"transport"}, "torchdata": {"graph", "reading_service", "preload"}}
+USERS = {"zmq": {"transport", "security"}, "torchdata": {"graph", "reading_service", "preload"}}
 NOT_PURE = {"threading", "socket", "zmq", "time", "os", "subprocess"}
 
 PACKAGE = "rpc_reading_service"

@@ -67,7 +67,16 @@ class Host:
         sh(f"ip -n {self.name} addr add 10.231.{self.number}.2/30 dev eth0")
         sh(f"ip -n {self.name} link set eth0 up")
         sh(f"ip -n {self.name} link set lo up")
-        command = [sys.executable, "-m", "rpc_reading_service", "--host", f"10.231.{self.number}.2", "--slots", "4"]
+        command = [
+            sys.executable,
+            "-m",
+            "rpc_reading_service",
+            "--host",
+            f"10.231.{self.number}.2",
+            "--insecure",
+            "--slots",
+            "4",
+        ]
         self.daemon = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

@@ -98,6 +98,7 @@ from rpc_reading_service.session import (
     Worker,
 )
 
+TICKET = "looked at"
 SESSION, OTHER, BOOT = "a" * 32, "b" * 32, "0" * 32
 OFFER = Offer(3, bytes(32))
 VERSIONS = {"python": "3.11.4", "torch": "2.12.0", "rpc-reading-service": "0.1.0"}
@@ -445,7 +446,9 @@ class Played:
     def welcome(self, address: str, slots: int = 1, free: int | None = None, sessions: int = 0, **more: Any) -> None:
         free = slots if free is None else free
         boot, versions = more.get("boot", BOOT), more.get("versions", VERSIONS)
-        self.receive(address, Welcome(PROTOCOL_VERSION, versions, boot, f"host of {address}", slots, free, sessions))
+        self.receive(
+            address, Welcome(PROTOCOL_VERSION, versions, boot, f"host of {address}", slots, free, sessions, TICKET)
+        )
 
     def opened(self, address: str, slots: int = 1, has_graph: bool = False) -> None:
         self.receive(address, SessionOpened(SESSION, self.session.links[address].received, slots, has_graph))
@@ -534,7 +537,7 @@ def test_slots_are_held_once_every_daemon_has_answered() -> None:
     assert played.take(OpenSession) == []
     played.welcome("b", 3)
     assert played.take(OpenSession) == [
-        OpenSession(SESSION, 0, "trainer (pid 1)", slots, "d" * 64, 5) for slots in (2, 3)
+        OpenSession(SESSION, 0, "trainer (pid 1)", slots, "d" * 64, 5, TICKET) for slots in (2, 3)
     ]
 
 
@@ -1651,7 +1654,9 @@ class SimDaemon:
         match message:
             case Hello():
                 boot, sessions = f"{self.boot:032x}", bool(self.taken) + self.known
-                self.say(Welcome(PROTOCOL_VERSION, VERSIONS, boot, "host", self.slots, free, sessions), connection)
+                self.say(
+                    Welcome(PROTOCOL_VERSION, VERSIONS, boot, "host", self.slots, free, sessions, TICKET), connection
+                )
             case OpenSession() if self.ending is not None:
                 self.say(Refused("session", "it is ending here; ask again"), connection)
             case OpenSession() if self.known and message.sent != self.received:

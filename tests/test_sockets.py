@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -78,20 +78,23 @@ class Sockets(transport.Context):
         super().__init__()
         self._opened: list[Any] = []
 
-    def pull(self, session: str) -> transport.Pull:
-        return self._note(super().pull(session))
+    def pull(self, *args: Any) -> transport.Pull:
+        return self._note(super().pull(*args))
 
-    def push(self, session: str, host: str, ports: Iterable[int]) -> transport.Push:
-        return self._note(super().push(session, host, ports))
+    def push(self, *args: Any) -> transport.Push:
+        return self._note(super().push(*args))
 
-    def feed_router(self, session: str, host: str, ports: Iterable[int]) -> transport.FeedRouter:
-        return self._note(super().feed_router(session, host, ports))
+    def feed_router(self, *args: Any) -> transport.FeedRouter:
+        return self._note(super().feed_router(*args))
 
-    def feed_dealer(self, session: str, worker: int, address: str, port: int) -> transport.FeedDealer:
-        return self._note(super().feed_dealer(session, worker, address, port))
+    def feed_dealer(self, *args: Any) -> transport.FeedDealer:
+        return self._note(super().feed_dealer(*args))
+
+    def gate(self, *args: Any) -> transport.Gate:
+        return self._note(super().gate(*args))
 
     def _note(self, opened: Any) -> Any:
-        self._opened.append(opened.raw)
+        self._opened += [getattr(opened, name) for name in ("raw", "raw_monitor") if hasattr(opened, name)]
         return opened
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ def relay() -> Iterator[Relay]:
 
 @pytest.fixture
 def push(context: Sockets) -> transport.Push:
-    return context.push(SESSION, "127.0.0.1", [0])
+    return context.push(SESSION, None, "127.0.0.1", [0])
 
 
 def wait_until(happened: Callable[[], bool], *raws: object) -> None:
@@ -185,9 +188,9 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
 
 
 def test_a_feed_goes_to_its_worker_alone(context: Sockets) -> None:
-    router = context.feed_router(SESSION, "127.0.0.1", [0])
-    dealers = [context.feed_dealer(SESSION, worker, "127.0.0.1:1", router.port) for worker in range(2)]
-    stranger = context.feed_dealer("f" * 32, 0, "127.0.0.1:1", router.port)
+    router = context.feed_router(SESSION, None, "127.0.0.1", [0])
+    dealers = [context.feed_dealer(SESSION, None, worker, "127.0.0.1:1", router.port) for worker in range(2)]
+    stranger = context.feed_dealer("f" * 32, None, 0, "127.0.0.1:1", router.port)
     for dealer in [stranger, *dealers]:
         dealer.send([b"credit"])
     arrived: list[list[bytes]] = []

@@ -1,0 +1,81 @@
+"""``rpc-reading-worker`` as a process of its own, for tests that look at it from outside."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from rpc_reading_service import transport
+
+PATIENCE_S = 10.0
+
+
+class Daemon:
+    """One ``rpc-reading-worker``, started now; it ends at the latest with this process, by way of the lifeline."""
+
+    def __init__(self, *options: str) -> None:
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._lifeline, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rpc_reading_service", *options, "--lifeline", str(theirs.fileno())],
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                text=True,
+            )
+        self._line = ""
+
+    @property
+    def line(self) -> str:
+        """The first line that it prints, when it is ready."""
+        assert self.process.stdout is not None
+        self._line = self._line or self.process.stdout.readline()
+        return self._line
+
+    @property
+    def address(self) -> str:
+        return self.line.partition(" ready on ")[2].partition(",")[0]
+
+    @property
+    def port(self) -> int:
+        return transport.split_address(self.address)[1]
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        self._stderr.seek(0)
+        return self._stderr.read()
+
+    def wait_for_line(self, words: str) -> str:
+        """The first line on stderr with these words, once it is there."""
+        deadline = transport.Deadline(PATIENCE_S)
+        while not (found := [line for line in self.errors.splitlines() if words in line]):
+            assert not deadline.expired, self.errors
+            time.sleep(0.02)
+        return found[0]
+
+    def family(self) -> list[psutil.Process]:
+        """Forkserver, workers and whatever else it started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._lifeline.close()
+        self._stderr.close()
+
+
+@contextlib.contextmanager
+def running(*options: str) -> Iterator[Daemon]:
+    daemon = Daemon(*options)
+    try:
+        yield daemon
+    finally:
+        daemon.close()
