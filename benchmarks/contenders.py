@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -106,6 +107,20 @@ def ours(case: Case, pipe: type[FreshTensors] = FreshTensors, transport: str = "
     from rpc_reading_service import RPCReadingService
 
     return loaded(pipe(case.shape, case.wait), RPCReadingService(workers=case.workers, transport=transport))
+
+
+@contextmanager
+def ours_with_keys(case: Case) -> Iterator[Iterator[torch.Tensor]]:
+    """From a daemon that wants keys, over TCP: everything is encrypted."""
+    from rpc_reading_service import RPCReadingService, security
+    from rpc_reading_service.testing import local_workers
+
+    with tempfile.TemporaryDirectory() as folder:
+        security.create(folder)
+        with local_workers(1, case.workers, ["--keys", folder]) as addresses:
+            service = RPCReadingService(addresses, keys=folder, transport="tcp")
+            with loaded(FreshTensors(case.shape, case.wait), service) as batches:
+                yield batches
 
 
 def mprs(case: Case) -> Stream:
@@ -286,6 +301,7 @@ CONTENDERS = {
     "torchrpc-tcp": Contender("torch.distributed.rpc, TCP", functools.partial(torch_rpc, tcp=True)),
     "rpcdataloader": Contender("rpcdataloader", rpcdataloader, "rpcdataloader"),
     "ours-tcp": Contender("RPCReadingService, TCP", functools.partial(ours, transport="tcp")),
+    "ours-keys": Contender("RPCReadingService, TCP, keys", ours_with_keys),
     "ours": Contender("RPCReadingService, shared memory", functools.partial(ours, transport="shm")),
     "ours-tcp-written": Contender(
         "RPCReadingService, TCP, in place", functools.partial(ours, pipe=WrittenTensors, transport="tcp")

@@ -2,13 +2,14 @@
 
 import logging
 import os
+import re
 import socket
 import sys
 
 import click
 
 from rpc_reading_service import __version__, security
-from rpc_reading_service.daemon import Daemon, DaemonOptions
+from rpc_reading_service.daemon import MAX_GRAPH_BYTES, MAX_SESSIONS, Daemon, DaemonOptions
 from rpc_reading_service.errors import KeysError
 from rpc_reading_service.security import ServerKeys
 
@@ -28,6 +29,20 @@ def _port_range(_context: click.Context, _option: click.Parameter, value: str | 
     return range(int(low), int(high) + 1)
 
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def _size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    """Bytes, with a unit."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?i?B)", value)
+    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if nbytes == 0:
+        raise click.BadParameter(f"{value!r} is not a size such as 500MB or 8GiB")
+    return nbytes
+
+
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.option("--host", default="127.0.0.1", help="Address to listen on; only this machine can reach the default.")
 @click.option("--port", default=5555, type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.")
@@ -45,6 +60,25 @@ def _port_range(_context: click.Context, _option: click.Parameter, value: str | 
     help="Folder with the daemon's key and the clients that it lets in; see keygen.",
 )
 @click.option("--insecure", is_flag=True, help="Serve everybody who can reach the port, without keys.")
+@click.option(
+    "--max-sessions",
+    default=MAX_SESSIONS,
+    type=click.IntRange(min=1),
+    help="Sessions that may be open at once.",
+)
+@click.option(
+    "--max-graph-size",
+    default=f"{MAX_GRAPH_BYTES >> 30}GiB",
+    callback=_size,
+    metavar="SIZE",
+    help="Largest pickled graph, such as 500MB.",
+)
+@click.option(
+    "--worker-memory",
+    callback=_size,
+    metavar="SIZE",
+    help="Memory of its own that each worker may have, such as 8GiB.  [default: no limit]",
+)
 @click.option(
     "--grace",
     default=0.0,
@@ -68,6 +102,9 @@ def main(
     data_ports: range | None,
     keys: str | None,
     insecure: bool,
+    max_sessions: int,
+    max_graph_size: int,
+    worker_memory: int | None,
     grace: float,
     log_level: str,
     lifeline: int | None,
@@ -84,7 +121,10 @@ def main(
         raise click.UsageError(f"--data-ports has {len(data_ports)} ports, but {slots} slots need one each")
     try:
         server_keys = ServerKeys.load(keys) if keys is not None else None
-        options = DaemonOptions(host, port, slots, grace, data_ports or (0,), server_keys, insecure)
+        options = DaemonOptions(
+            host, port, slots, grace, data_ports or (0,), server_keys, insecure, max_sessions, max_graph_size,
+            worker_memory,
+        )  # fmt: skip
     except KeysError as error:
         click.echo(f"rpc-reading-worker: {error}", err=True)
         sys.exit(EXIT_CANNOT_START)

@@ -81,6 +81,9 @@ STOPPED_S = 5.0
 MOST_UNSENT_BYTES = 64 << 20
 """So much may wait for a worker that does not read."""
 
+MAX_SESSIONS = 1000
+MAX_GRAPH_BYTES = 4 << 30
+
 TICK_S = 1.0
 MESSAGES_PER_TURN = 100
 FAREWELL_S = 0.5
@@ -106,6 +109,9 @@ class DaemonOptions:
     data_ports: Sequence[int] = (0,)
     keys: ServerKeys | None = None
     insecure: bool = False
+    max_sessions: int = MAX_SESSIONS
+    max_graph_bytes: int = MAX_GRAPH_BYTES
+    worker_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.keys is None and not self.insecure and not transport.is_loopback(self.host):
@@ -466,6 +472,8 @@ class Daemon:
         held = session.slots if session else 0
         if message.slots > held + self.free:
             return self._send(identity, Refused("slots", self._no_slots(message)))
+        if trouble := self._too_much(message, session):
+            return self._send(identity, trouble)
         graph = (session and session.graph) or self._graphs.get(message.graph)
         try:
             graph = graph or StoredGraph(message.graph, message.graph_bytes)
@@ -486,6 +494,20 @@ class Daemon:
             lost = f"of {message.sent} messages from the client, {session.received} have arrived"
             self._end(session, f"some were lost with a broken connection: {lost}")
         return session.ending is None
+
+    def _too_much(self, message: OpenSession, session: Session | None) -> Refused | None:
+        """Whether the daemon's limits forbid it."""
+        limit = self.options.max_sessions
+        if session is None and len(self._sessions) >= limit:
+            return Refused("slots", f"{self.address} has {limit} sessions, its --max-sessions: end some, or ask others")
+        if message.graph_bytes > self.options.max_graph_bytes:
+            return Refused(
+                "size",
+                f"the graph has {message.graph_bytes:,} bytes, and {self.address} takes at most "
+                f"{self.options.max_graph_bytes:,} (--max-graph-size): let the graph open its data on the worker "
+                "instead of bringing it along, or raise the limit",
+            )
+        return None
 
     def _no_slots(self, message: OpenSession) -> str:
         others = len(self._sessions) - (message.session in self._sessions)
@@ -563,6 +585,7 @@ class Daemon:
                     self.options.host,
                     self.options.data_ports,
                     session.secret,
+                    self.options.worker_memory,
                 ),
                 name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
             )
@@ -646,7 +669,7 @@ class Daemon:
         worker.channel.close()
         batch = worker.logbook.read()
         worker.logbook.close()
-        reason = describe_exit(worker.process.exitcode or 0)
+        reason = describe_exit(worker.process.exitcode or 0, self.options.worker_memory)
         cut_off = worker.process.exitcode == protocol.EXIT_CUT_OFF  # not the fault of the batch it was waiting for
         worker.process.close()
         asked = worker.kill_steps is not None
@@ -733,8 +756,12 @@ class Daemon:
         self._router.send(identity, [messages.encode(message)])
 
 
-def describe_exit(code: int) -> str:
-    """What became of a process, in words."""
+def describe_exit(code: int, memory: int | None = None) -> str:
+    """What became of a process, in words.
+
+    Args:
+        memory: bytes that it might use, if there was a limit: libraries abort where an allocation fails
+    """
     if code == protocol.EXIT_CUT_OFF:
         return "ended: its connection to the dispatching worker broke"
     if code >= 0:
@@ -744,6 +771,8 @@ def describe_exit(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     hint = " (the out-of-memory killer does that; see dmesg on that machine)" if name == "SIGKILL" else ""
+    if memory is not None and name == "SIGABRT":
+        hint = f" (libraries do that if the {memory:,} bytes of --worker-memory are used up)"
     return f"was killed by {name}{hint}"
 
 

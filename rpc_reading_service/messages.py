@@ -89,7 +89,7 @@ class Refused(Message, frozen=True):
     """The daemon will not do what was asked; the text is for the user."""
 
     kind: Text
-    """Which error it becomes: ``version``, ``keys``, ``slots``, ``session``, ``graph`` or ``draining``."""
+    """Which error it becomes: ``version``, ``keys``, ``slots``, ``session``, ``graph``, ``size`` or ``draining``."""
     reason: Text
     """One sentence: who, what, which limit, what to do."""
 

@@ -22,9 +22,10 @@ from torchdata.datapipes.utils import pin_memory_fn
 from rpc_reading_service import checkpoint, graph, transport
 from rpc_reading_service.client import WARN_AFTER_S, Client
 from rpc_reading_service.daemon import versions
-from rpc_reading_service.errors import AddressError, ClosedError, GraphPickleError
+from rpc_reading_service.errors import AddressError, ClosedError, GraphError, GraphPickleError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
+from rpc_reading_service.messages import CHUNK_BYTES
 from rpc_reading_service.pool import Pool
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import SessionOptions
@@ -316,6 +317,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             self._seeds.begin_again(seed_generator, state.generator, state.received, state.torch_before)
         graph.seed_end(self._end_datapipe, seed_generator)
         seeds = self._seeds.spawn(seed_generator, client.num_workers, iter_reset_fn)
+        _check_size("iter_reset_fn", max(seeds, key=len))
         if state is None or state.ended or again:
             end.begin(skip=0)
             client.start_epoch(seeds)
@@ -384,18 +386,18 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     def _pause(self, pause_fn: PauseFn | None = None) -> PauseFn | None:
         client, _ = self._initialized()
         graph.pause(self._end_datapipe)
-        client.pause(_pickled(pause_fn))
+        client.pause(_pickled("pause_fn", pause_fn))
         return None
 
     def _resume(self, resume_fn: PauseFn | None = None) -> PauseFn | None:
         client, _ = self._initialized()
-        client.resume(_pickled(resume_fn))
+        client.resume(_pickled("resume_fn", resume_fn))
         graph.resume(self._end_datapipe)
         return None
 
     def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> LimitFn | None:
         if limit_fn is not None:
-            self._initialized()[0].limit(num_batches, _pickled(limit_fn))
+            self._initialized()[0].limit(num_batches, _pickled("limit_fn", limit_fn))
             limit_fn(self._end_datapipe, num_batches)
         return None
 
@@ -490,8 +492,19 @@ def _pin(batch: Any) -> Any:
     return pin_memory_fn(batch, torch.cuda.current_device())
 
 
-def _pickled(function: Any) -> bytes:
-    return b"" if function is None else bytes(cloudpickle.dumps(function, protocol=5))
+def _pickled(name: str, function: Any) -> bytes:
+    pickled = b"" if function is None else bytes(cloudpickle.dumps(function, protocol=5))
+    _check_size(name, pickled)
+    return pickled
+
+
+def _check_size(name: str, pickled: bytes) -> None:
+    """What is larger than a control message may be would be dropped by the daemon, without a word."""
+    if len(pickled) > CHUNK_BYTES:
+        raise GraphError(
+            f"{name} pickles to {len(pickled):,} bytes, and at most {CHUNK_BYTES:,} can be sent to the workers: let it "
+            "use what the graph has, instead of bringing large objects along"
+        )
 
 
 # Arguments.

@@ -95,7 +95,13 @@ NO_REQUEST = 0
 
 _S, _E = WorkerState, WorkerEvent
 
-_REFUSALS = {"version": VersionError, "keys": KeysError, "slots": SlotsError, "graph": GraphError}
+_REFUSALS = {
+    "version": VersionError,
+    "keys": KeysError,
+    "slots": SlotsError,
+    "graph": GraphError,
+    "size": GraphError,
+}
 
 
 # What the client's driver has to do.
@@ -517,7 +523,7 @@ class ClientSession:
     def _refused(self, link: Link, message: Refused, now: float) -> None:
         link.trouble = message.reason
         link.refused_at = now
-        if self.workers and message.kind not in ("version", "keys", "graph"):
+        if self.workers and message.kind not in ("version", "keys", "graph", "size"):
             stays = LinkState.GREETING if message.kind == "draining" else LinkState.GREETED
             link.state = LinkState.OPEN if link.held else stays
             self._place_vacant(now)

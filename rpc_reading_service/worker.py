@@ -15,6 +15,7 @@ import functools
 import logging
 import mmap
 import os
+import resource
 import signal
 import sys
 import threading
@@ -176,6 +177,7 @@ class Runner:
         feed: from the dispatching worker, if there is one
         logbook: where the daemon can read what this worker was at when it died
         memory: shared with the client; None if there is none to share
+        limit: bytes of memory that the worker may use; None if there is no limit
     """
 
     def __init__(
@@ -187,7 +189,9 @@ class Runner:
         feed: Feed,
         logbook: buffers.Logbook,
         memory: segments.Segments | None,
+        limit: int | None = None,
     ) -> None:
+        self._limit = limit
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
         self._shard = shard
@@ -307,6 +311,10 @@ class Runner:
         self._mailbox.put(parcel)
 
     def _fail(self, error: BaseException) -> None:
+        if self._limit is not None and is_out_of_memory(error):
+            limit = f"the {self._limit:,} bytes that rpc-reading-worker --worker-memory gives each worker are used up"
+            limited = MemoryError(f"{limit} ({type(error).__name__}: {error})")
+            error = limited.with_traceback(error.__traceback__)
         self._finish(ShardError, codec.encode_error(error))
 
     def _finish(self, kind: type[Data], body: bytes = b"") -> None:
@@ -315,6 +323,11 @@ class Runner:
         self._feed.finish(self._epoch)
         self._iterator = None
         self._ended = True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch has no type of its own for it."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 class DispatchRunner(Runner):
@@ -515,15 +528,18 @@ def main(
     host: str,
     ports: Sequence[int],
     secret: bytes,
+    limit: int | None,
 ) -> None:
     """Entry point of the process, called by multiprocessing's forkserver."""
     _become_worker(start)
+    if limit is not None:
+        _limit_memory(limit)
     channel = transport.Channel(connection)
     reply = Reply(channel)
     try:
         logbook = buffers.Logbook(logbook_fd.detach())
         logbook.idle()
-        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports, secret)
+        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports, secret, limit)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
         reply(failed, codec.encode_error(error))
@@ -540,6 +556,7 @@ def _build(
     host: str,
     ports: Sequence[int],
     secret: bytes,
+    limit: int | None,
 ) -> Runner:
     context = transport.Context()
     waker = transport.Waker()
@@ -565,7 +582,8 @@ def _build(
     if memory is not None:
         inplace.lend_from(memory.lend)
     shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
-    io.runner = (DispatchRunner if dispatching else Runner)(shard, mailbox, reply, start, feed, logbook, memory)
+    kind = DispatchRunner if dispatching else Runner
+    io.runner = kind(shard, mailbox, reply, start, feed, logbook, memory, limit)
     offer = None if memory is None else memory.offer
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))
     return io.runner
@@ -585,6 +603,17 @@ def _become_worker(start: StartWorker) -> None:
     buffers.tune_malloc()
     torch.set_num_threads(1)
     threading.current_thread().name = f"worker-{start.worker}"
+
+
+def _limit_memory(nbytes: int) -> None:
+    """Let allocations fail in this process beyond what it has now and so much more, before the system kills somebody.
+
+    What counts is the process's own writable memory (``RLIMIT_DATA``): heap and private mappings, not its libraries and
+    not memory that is shared.
+    """
+    with open("/proc/self/status") as status:
+        (now,) = [int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")]
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, now + nbytes))
 
 
 def _map(fd: int) -> Any:
