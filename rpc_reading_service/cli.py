@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from rpc_reading_service import __version__, security
+from rpc_reading_service import __version__, security, transport
 from rpc_reading_service.daemon import MAX_GRAPH_BYTES, MAX_SESSIONS, Daemon, DaemonOptions
 from rpc_reading_service.errors import KeysError
 from rpc_reading_service.security import ServerKeys
@@ -152,6 +152,7 @@ def keygen(folder: str) -> None:
 
 def serve(options: DaemonOptions, lifeline: socket.socket | None) -> int:
     """Run a daemon; returns the exit code."""
+    transport.allow_connections()
     try:
         daemon = Daemon(options, lifeline)
     except OSError as error:

@@ -364,7 +364,7 @@ class Daemon:
         try:
             message = messages.decode(request.frames[0], FromClient)
         except (msgspec.DecodeError, IndexError) as error:
-            self._strangers.note(request.peer or "somebody", f"sent a message that is none of ours, dropped ({error})")
+            self._strangers.note(request.peer or "somebody", "sent a message that is none of ours, dropped", str(error))
             return
         logger.debug("< %s", message)
         payload = request.frames[1] if len(request.frames) > 1 else None

@@ -270,10 +270,11 @@ class Strangers:
     def __init__(self) -> None:
         self.counts: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def note(self, peer: str, trouble: str) -> None:
+    def note(self, peer: str, trouble: str, detail: str = "") -> None:
+        """Trouble of a kind; the detail is that of this time."""
         count = self.counts.pop((peer, trouble), 0)
         self.counts[peer, trouble] = count + 1
         if count == 0:
-            logger.warning("! %s %s; more of the kind is not logged", peer, trouble)
+            logger.warning("! %s %s%s; more of the kind is not logged", peer, trouble, detail and f" ({detail})")
         while len(self.counts) > PEERS_REMEMBERED:
             self.counts.popitem(last=False)

@@ -11,6 +11,7 @@ import ipaddress
 import itertools
 import os
 import re
+import resource
 import select
 import socket
 import struct
@@ -38,6 +39,14 @@ HANDSHAKE_BYTES = 4096
 
 STRANGER_MESSAGES = 16
 """Messages that wait in a socket that strangers can reach, for each connection: what they can make us hold."""
+
+ANSWERS_WAITING = 10_000
+"""Messages that wait for a client that reads nothing. A client's libzmq reads even while user code holds the GIL, so
+only a peer that asks and does not listen comes so far; what a client misses is noticed by counting."""
+
+DESCRIPTORS = 65_536
+BACKLOG = 1024
+"""Connections that the system holds ready for us: with 100, libzmq's own choice, many at once keep others out."""
 
 MESSAGES_AT_ONCE = 100
 """What is read from such a socket before everything else gets its turn."""
@@ -249,6 +258,7 @@ def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | N
     socket_.reconnect_ivl = RECONNECT_MS
     socket_.reconnect_ivl_max = RECONNECT_MAX_MS
     socket_.handshake_ivl = HANDSHAKE_MS
+    socket_.backlog = BACKLOG
     socket_.tcp_keepalive = 1
     if lock is not None:
         lock.put_on(socket_)
@@ -285,6 +295,13 @@ class Context:
 
     def feed_dealer(self, session: str, pair: Pair | None, worker: int, address: str, port: int) -> "FeedDealer":
         return FeedDealer(self._context, session, pair, worker, address, port)
+
+
+def allow_connections() -> None:
+    """Let this process have as many descriptors as the system allows it, so that strangers cannot use them up soon."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 class Gate:
@@ -418,6 +435,7 @@ class Router:
     def __init__(self, context: "zmq.Context[Any]", host: str, port: int, pair: Pair | None) -> None:
         self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES, Lock.binding(pair))
         self._socket.rcvhwm = STRANGER_MESSAGES
+        self._socket.sndhwm = ANSWERS_WAITING
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | _FAILED)
         self._peers: dict[int, str] = {}
         self._failed: Failure | None = None
