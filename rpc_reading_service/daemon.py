@@ -692,14 +692,11 @@ class Daemon:
             self._strangers.note(peer, f"could not connect: {self._explain(failure)}")
 
     def _explain(self, failure: transport.Failure) -> str:
-        has_keys = self.options.keys is not None
-        if failure is transport.Failure.MISMATCH and has_keys:
-            return "it has no keys, which this daemon wants: give it keys=DIR, or set RPC_READING_KEYS there"
         if failure is transport.Failure.MISMATCH:
             return "it comes with keys, and this daemon has none: start it with --keys DIR"
-        if failure is transport.Failure.WRONG_KEY:
-            return "it expects another key than this daemon's: copy server.pub to it"
-        return "it broke off, or is no rpc-reading-service"
+        if self.options.keys is not None:
+            return "it has no keys, or expects another than this daemon's: give it client.key and server.pub"
+        return "it broke off, or is no rpc-reading-service, or comes with keys, and this daemon has none (--keys DIR)"
 
     def _admits(self, public: str, address: str) -> bool:
         """Whether a client with this public key is let in."""

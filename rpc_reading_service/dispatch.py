@@ -304,11 +304,6 @@ class FeedOutlet:
                 self._router.send(worker, message.frames)
         return bool(leaving)
 
-    @property
-    def blocked(self) -> Any:
-        """Nothing ever waits here: each worker has connected before it asks."""
-        return None
-
     def abandon(self) -> None:
         """A new epoch: nothing waits here that would have to be dropped."""
 

@@ -37,9 +37,6 @@ DATA_BYTES = CHUNK_BYTES + (64 << 10)
 HANDSHAKE_BYTES = 4096
 """Largest frame that a worker's data socket accepts: credits at most, but the handshake's commands count."""
 
-STRANGER_MESSAGES = 16
-"""Messages that wait in a socket that strangers can reach, for each connection: what they can make us hold."""
-
 ANSWERS_WAITING = 10_000
 """Messages that wait for a client that reads nothing. A client's libzmq reads even while user code holds the GIL, so
 only a peer that asks and does not listen comes so far; what a client misses is noticed by counting."""
@@ -54,13 +51,20 @@ MESSAGES_AT_ONCE = 100
 HEARTBEAT_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 14_000
 """ZMTP heartbeats run in libzmq's own thread, so a process that holds the GIL still answers and one that is stopped, or
-whose host vanished, does not. A time-out counts silence between frames, which on the data channel are 1 MiB at most."""
+whose host vanished, does not. A time-out counts silence between frames.
+
+On the control channel only: libzmq 4.3.5 ends the process (``!_io_error``) if a heartbeat is due on a connection that
+was closed by the other end while nothing was taken from it, as on the data channel after ``disconnect``, or at a
+high-water mark, which no socket therefore has for what it receives. The data channel has TCP's own."""
 
 HANDSHAKE_MS = 10_000
 """How long a connection may take until its peer is known: idle and slow ones give their descriptor back then."""
 
 BROKEN_OFTEN = 3
 """So many handshakes that the other end broke off, by one socket, are no accident."""
+
+KEEPALIVE = 10, 5, 3
+"""Seconds until an idle connection is probed, seconds between probes, probes without an answer that end it."""
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2_000
@@ -253,13 +257,15 @@ def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | N
     socket_.ipv6 = True
     socket_.maxmsgsize = max_bytes
     socket_.sndhwm = socket_.rcvhwm = 0  # windows bound what is in flight; a mark would only block or drop
-    socket_.heartbeat_ivl = HEARTBEAT_MS
-    socket_.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    if max_bytes == CONTROL_BYTES:
+        socket_.heartbeat_ivl = HEARTBEAT_MS
+        socket_.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
     socket_.reconnect_ivl = RECONNECT_MS
     socket_.reconnect_ivl_max = RECONNECT_MAX_MS
     socket_.handshake_ivl = HANDSHAKE_MS
     socket_.backlog = BACKLOG
     socket_.tcp_keepalive = 1
+    socket_.tcp_keepalive_idle, socket_.tcp_keepalive_intvl, socket_.tcp_keepalive_cnt = KEEPALIVE
     if lock is not None:
         lock.put_on(socket_)
     return socket_
@@ -344,8 +350,15 @@ class Failure(Enum):
     BROKEN = "the handshake was broken off"
 
 
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_CRYPTOGRAPHIC = {zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE}
+def _watched(has_keys: bool) -> int:
+    """Which events a monitor of a control socket hears of.
+
+    With keys, not of HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 has that event for a message that cannot be decrypted,
+    too, and, having told it, takes the message for one that has to wait: the connection would stay, and be deaf.
+    """
+    events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    return events if has_keys else events | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def _failure(event: Any) -> Failure | None:
@@ -355,8 +368,6 @@ def _failure(event: Any) -> Failure | None:
             return Failure.REFUSED
         case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return Failure.MISMATCH
-        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] in _CRYPTOGRAPHIC:
-            return Failure.WRONG_KEY
         case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             return Failure.BROKEN
     return None
@@ -370,7 +381,8 @@ class Dealer:
         self._mechanism = "NULL" if keys is None else "CURVE"
         self._broken = 0
         self._socket = _open(context, zmq.DEALER, CONTROL_BYTES, Lock.of_client(keys))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
+        self._monitor = self._socket.get_monitor_socket(_watched(keys is not None))
+        self._up = False
         self._socket.connect(_endpoint(address))
 
     @property
@@ -390,9 +402,14 @@ class Dealer:
 
     def events(self) -> tuple[bool, Failure | None]:
         """Whether the connection broke since the last call, and why none came about."""
-        events = [parse_monitor_message(frames) for frames in _drain(self._monitor)]
-        failures = [failure for event in events if (failure := _failure(event))]
-        return any(event["event"] == zmq.EVENT_DISCONNECTED for event in events), failures[-1] if failures else None
+        dropped, failed = False, None
+        for event in map(parse_monitor_message, _drain(self._monitor)):
+            failed = _failure(event) or failed
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                dropped = True
+                failed = failed or (None if self._up else Failure.BROKEN)
+            self._up = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return dropped, failed
 
     def look_closer(self) -> Failure:
         """Why the other end broke the handshake off.
@@ -434,10 +451,11 @@ class Router:
 
     def __init__(self, context: "zmq.Context[Any]", host: str, port: int, pair: Pair | None) -> None:
         self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES, Lock.binding(pair))
-        self._socket.rcvhwm = STRANGER_MESSAGES
         self._socket.sndhwm = ANSWERS_WAITING
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | _FAILED)
+        events = zmq.EVENT_ACCEPTED | _watched(pair is not None) & ~zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(events)
         self._peers: dict[int, str] = {}
+        self._heard: set[int] = set()
         self._failed: Failure | None = None
         self.port = _bind(self._socket, host, [port])
 
@@ -460,6 +478,7 @@ class Router:
             except zmq.Again:
                 return
             last = frames[-1]
+            self._heard.add(_connection(last))
             known = _property(last, "User-Id"), _property(last, "Peer-Address")
             yield Request(frames[0].bytes, _connection(last), *known, [frame.bytes for frame in frames[1:]])
 
@@ -476,9 +495,12 @@ class Router:
             else:
                 peer, failure = self._peers.pop(event["value"], _GONE), self._failed
                 dropped.append(event["value"])
+                if failure is None and event["value"] not in self._heard:
+                    failure = Failure.BROKEN
                 if failure not in (None, Failure.REFUSED):  # the two events of one connection follow on one another
                     failed.append((peer, failure))
                 self._failed = None
+                self._heard.discard(event["value"])
         return dropped, failed
 
     def close(self, linger: float) -> None:
@@ -645,7 +667,6 @@ def _open_to_strangers(context: "zmq.Context[Any]", pair: Pair | None) -> "zmq.S
     A name that connects again is known at its new connection (``router_handover``): the old one may be half open.
     """
     socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES, Lock.binding(pair))
-    socket_.rcvhwm = STRANGER_MESSAGES
     socket_.router_mandatory = True
     socket_.router_handover = True
     return socket_
@@ -686,13 +707,20 @@ class Push:
 
     @property
     def raw(self) -> Any:
-        """Readable when somebody has connected: the client, or a stranger."""
-        return self._socket
+        """A descriptor, readable when something may have happened: the client has connected, or a stranger.
 
-    def discard(self) -> None:
-        """Drop what has arrived: the client's announcements, and whatever strangers say."""
-        for _ in itertools.islice(_drain(self._socket), MESSAGES_AT_ONCE):
-            pass
+        Not the socket itself, as polling that costs a fifth of the CPU time of a batch of 32 B; hence ``discard`` has
+        to be called after each ``send``, too, which takes the descriptor's news with it.
+        """
+        return self._socket.fd
+
+    def discard(self) -> bool:
+        """Drop what has arrived: the client's announcements, and whatever strangers say; whether there was anything."""
+        found = False
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._socket.recv(copy=False)
+            found = True
+        return found
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if the client is not connected, and nothing was sent; ``raw`` tells when it is."""

@@ -369,10 +369,6 @@ class Outlet(Protocol):
     raw: list[Any]
     """What to poll."""
 
-    @property
-    def blocked(self) -> Any:
-        """What else to poll before trying again; None if nothing waits."""
-
     def pump(self) -> bool:
         """Move what can be moved; whether anything was."""
 
@@ -390,24 +386,27 @@ class ClientOutlet:
         self._drop = drop
         self._outgoing: deque[Packed] = deque([packer.opened()])
         self._opened = False
-        self.raw: list[Any] = []
+        self.raw: list[Any] = [push.raw]
 
     def pump(self) -> bool:
-        if self._outgoing:
-            self._push.discard()  # what woke us; then comes a try
+        moved = self._collect()
+        while self._push.discard() and self._outgoing:  # maybe the client is there now
+            self._send()
+        return moved
+
+    def _collect(self) -> bool:
         for _ in range(COLLECTIONS_PER_TURN):
             parcels = self._mailbox.collect()
             self._outgoing.extend(self._packer.pack(parcels))
-            while self._outgoing and self._push.send(self._outgoing[0].frames):
-                self._outgoing.popleft()
-                self._opened = True
+            self._send()
             if not parcels:
                 return False
         return True
 
-    @property
-    def blocked(self) -> Any:
-        return self._push.raw if self._outgoing else None
+    def _send(self) -> None:
+        while self._outgoing and self._push.send(self._outgoing[0].frames):
+            self._outgoing.popleft()
+            self._opened = True
 
     def abandon(self) -> None:
         first = 0 if self._opened else 1
@@ -464,12 +463,7 @@ class IOThread:
     def _step(self) -> None:
         moved = self._outlet.pump()
         self._credit = self._feed.step(self._credit, time.monotonic())
-        blocked = self._outlet.blocked
-        if blocked is not None:
-            self._poller.watch(blocked)
         ready = self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
-        if blocked is not None:
-            self._poller.forget(blocked)
         self._waker.clear()
         if self._gate is not None and self._gate.raw in ready:
             self._gate.answer()

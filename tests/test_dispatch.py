@@ -509,8 +509,6 @@ def test_the_outlet_takes_credit_and_lets_parcels_go() -> None:
     wire.to_router.append([messages.encode(credit(consumed=1))])
     assert outlet.pump()
     assert len(wire.to_worker[0]) == 2
-    outlet.abandon()
-    assert outlet.blocked is None
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ class Trouble:
 TROUBLES = {
     "wrong server key": Trouble(
         "it has another key than {server} (server.pub): copy server.pub from the daemon's keys",
-        "it expects another key than this daemon's: copy server.pub to it",
+        "it has no keys, or expects another than this daemon's: give it client.key and server.pub",
     ),
     "not on the list": Trouble(
         "it does not let this client in: put its public key {public} (client.pub) into the folder allowed of the "
@@ -216,7 +216,7 @@ TROUBLES = {
     ),
     "no keys": Trouble(
         "it wants keys, and none are given here: give keys=DIR, or set RPC_READING_KEYS",
-        "it has no keys, which this daemon wants: give it keys=DIR, or set RPC_READING_KEYS there",
+        "it has no keys, or expects another than this daemon's: give it client.key and server.pub",
     ),
     "keys for an open daemon": Trouble(
         "it has no keys, and keys are given here: start it with --keys DIR, or leave them out here",

@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,7 +96,8 @@ class Sockets(transport.Context):
         return self._note(super().gate(*args))
 
     def _note(self, opened: Any) -> Any:
-        self._opened += [getattr(opened, name) for name in ("raw", "raw_monitor") if hasattr(opened, name)]
+        sockets = [getattr(opened, name) for name in ("raw", "raw_monitor") if hasattr(opened, name)]
+        self._opened += [opened._socket, *sockets[1:]]
         return opened
 
     def close(self) -> None:
@@ -148,19 +151,15 @@ def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
     pull.connect("127.0.0.1:1", push.port)
     poller = transport.Poller()
     poller.watch(push.raw)
-    wait_until(lambda: bool(poller.wait(0.0)), push.raw, pull.raw)
-    push.discard()
+    wait_until(lambda: bool(poller.wait(0.0)) and push.discard(), pull.raw)
     assert push.send([b"now"])
     wait_until(lambda: received(pull) == [b"now"], pull.raw)
 
 
 def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transport.Push) -> None:
     stranger, pull = context.pull("f" * 32), context.pull(SESSION)
-    poller = transport.Poller()
-    poller.watch(push.raw)
     stranger.connect("127.0.0.1:1", push.port)
-    wait_until(lambda: bool(poller.wait(0.0)), push.raw, stranger.raw)  # it has been announced
-    push.discard()
+    wait_until(push.discard, push.raw, stranger.raw)  # it has been announced
     assert not push.send([b"secret"])
     pull.connect("127.0.0.1:1", push.port)
     wait_until(lambda: push.send([b"secret"]), push.raw, pull.raw)
@@ -182,7 +181,7 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
     relay.let_in()
     poller = transport.Poller()
     poller.watch(push.raw)
-    wait_until(lambda: bool(poller.wait(0.0)), pull.raw)
+    wait_until(lambda: bool(poller.wait(0.0)) and push.discard(), pull.raw)
     assert push.send([b"two"])
     wait_until(lambda: b"two" in received(pull), pull.raw)
 
@@ -200,3 +199,27 @@ def test_a_feed_goes_to_its_worker_alone(context: Sockets) -> None:
     for worker, dealer in enumerate(dealers):
         wait_until(lambda dealer=dealer, worker=worker: dealer.receive() == b"for %d" % worker, dealer.raw)
     assert stranger.receive() is None
+
+
+LEFT_ALONE = """
+import time, zmq
+from rpc_reading_service import transport
+push = transport.Context().push("0" * 32, None, "127.0.0.1", [0])
+with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+    stranger.linger = 1000
+    stranger.heartbeat_ivl = 100
+    stranger.connect(f"tcp://127.0.0.1:{push.port}")
+    for _ in range(900):
+        stranger.send(bytes(4000))
+    time.sleep(0.5)  # its own heartbeats come behind what nobody reads
+time.sleep(transport.HEARTBEAT_MS / 1000 + 1.0)
+push.discard()
+print("alive")
+push.close()
+"""
+
+
+def test_a_stranger_that_leaves_what_nobody_reads_does_not_end_the_process() -> None:
+    """libzmq did, when a heartbeat was due on such a connection that had reached a high-water mark."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "alive\n", ended.stderr

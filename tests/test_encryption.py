@@ -1,0 +1,184 @@
+"""The wire itself: what somebody sees, and can do, who sits between a client and its daemon."""
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, running
+from torchdata.dataloader2 import DataLoader2
+from torchdata.datapipes.iter import IterableWrapper
+
+from rpc_reading_service import CurveKeys, RPCReadingError, RPCReadingService, security
+
+MARK = b"the quick brown fox jumps over the lazy dog"
+"""In the data."""
+
+BATCHES = [MARK * 500 + b"%06d" % number for number in range(600)]
+HOSTS = "127.0.0.1", "127.0.0.2"
+"""Where the daemon is, and where the client finds the relay, with the same ports."""
+
+
+class Relay:
+    """Stands at the daemon's ports on another loopback address; notes what passes, and flips bits on request."""
+
+    def __init__(self, ports: range, seed: int = 0) -> None:
+        self.captured = bytearray()
+        self.flips = 0
+        """Bits still to be flipped, one in a piece."""
+        self.flipped = 0
+        self._rng = random.Random(seed)
+        self._servers = [socket.create_server((HOSTS[1], port)) for port in ports]
+        self._sockets: list[socket.socket] = []
+        self._threads = [
+            threading.Thread(target=self._accept, args=each) for each in zip(self._servers, ports, strict=True)
+        ]
+        for thread in list(self._threads):
+            thread.start()
+
+    def _accept(self, server: socket.socket, port: int) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = server.accept()
+                self._sockets.append(near)
+                try:
+                    far = socket.create_connection((HOSTS[0], port))
+                except OSError:
+                    near.shutdown(socket.SHUT_RDWR)
+                    continue
+                self._sockets.append(far)
+                for pair in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=pair))
+                    self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                self.captured += data
+                if self.flips:
+                    self.flips, self.flipped = self.flips - 1, self.flipped + 1
+                    data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+                target.sendall(data)
+        part(source, target)
+
+    def close(self) -> None:
+        part(*self._servers)
+        part(*self._sockets)
+        for thread in self._threads:
+            thread.join()
+        for each in (*self._servers, *self._sockets):
+            each.close()
+
+
+def part(*sockets: socket.socket) -> None:
+    """End connections, whoever waits for them."""
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    security.create(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ports() -> range:
+    """Free on both addresses: the daemon's, and its workers'."""
+    for low in range(31_000, 32_000, 3):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for host in HOSTS:
+                for port in range(low, low + 3):
+                    stack.enter_context(socket.create_server((host, port)))
+            return range(low, low + 3)
+    raise AssertionError("no three free ports in a row")
+
+
+def options(ports: range) -> list[str]:
+    return ["--port", str(ports[0]), "--slots", "2", "--data-ports", f"{ports[1]}-{ports[2]}"]
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path, ports: range) -> Iterator[Daemon]:
+    with running(*options(ports), "--keys", str(folder)) as started:
+        assert started.line, started.errors
+        yield started
+
+
+@contextlib.contextmanager
+def relay(ports: range, seed: int = 0) -> Iterator[Relay]:
+    between = Relay(ports, seed)
+    try:
+        yield between
+    finally:
+        between.close()
+
+
+class Labelled:
+    """A function whose pickle has words in it that can be looked for."""
+
+    def __init__(self) -> None:
+        self.label = "a graph with a secret recipe"
+
+    def __call__(self, batch: bytes) -> bytes:
+        return batch
+
+
+def load(ports: range, keys: Path | None, **more: Any) -> "DataLoader2[Any]":
+    pipe = IterableWrapper(BATCHES).sharding_filter().map(Labelled())
+    service = RPCReadingService(
+        [f"{HOSTS[1]}:{ports[0]}"], keys=keys, pickle_by_value=(__name__,), connect_timeout=20.0, timeout=60.0, **more
+    )
+    return DataLoader2(pipe, reading_service=service)
+
+
+def words_of(keys: CurveKeys, folder: Path) -> list[bytes]:
+    """What must not be read on the wire: data, graph, names, keys as text and as bytes."""
+    secrets = [keys.secret, (folder / "server.key").read_text().strip()]
+    raw = [security.Pair(secret).raw for secret in secrets]
+    return [MARK, b"a graph with a secret recipe", b"IterableWrapper", b"StartWorker", *map(str.encode, secrets), *raw]
+
+
+def test_what_passes_is_encrypted(daemon: Daemon, ports: range, folder: Path) -> None:
+    with relay(ports) as between:
+        with load(ports, folder) as loader:
+            assert list(loader) == BATCHES
+            session = loader.reading_service._client._options
+        found = [word for word in words_of(CurveKeys.load(folder), folder) if word in between.captured]
+        assert len(between.captured) > sum(map(len, BATCHES))  # it has passed here
+        assert not found
+        assert session.secret not in between.captured
+        assert session.session.encode() not in between.captured
+
+
+def test_without_keys_it_would_be_read(ports: range, daemon: Daemon) -> None:
+    """The test before this one looks at the right place, for the right words."""
+    elsewhere = range(ports[0] + 3, ports[0] + 6)
+    with running(*options(elsewhere)) as started, relay(elsewhere) as between:
+        assert started.line, started.errors
+        with load(elsewhere, None) as loader:
+            assert list(loader) == BATCHES
+        assert MARK in between.captured
+        assert b"a graph with a secret recipe" in between.captured
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_flipped_bits_give_no_wrong_batch(daemon: Daemon, ports: range, folder: Path, seed: int) -> None:
+    """The session recovers, or says that it cannot."""
+    rng = random.Random(seed)
+    got: list[bytes] = []
+    with relay(ports, seed) as between, load(ports, folder, worker_prefetch_cnt=2) as loader:
+        with contextlib.suppress(RPCReadingError):
+            for number, batch in enumerate(loader):
+                got.append(batch)
+                if number % 150 == 10:
+                    between.flips += rng.randrange(1, 3)
+            assert len(got) == len(BATCHES)
+        assert between.flipped > 0
+        assert got == BATCHES[: len(got)]
