@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 
 SEED ?= 0
 MINUTES ?= 5
+SESSIONS ?= 500
 
-.PHONY: demo test check coverage bench chaos chaos-20 network clean
+.PHONY: demo test check coverage bench chaos chaos-20 network soak clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -40,6 +41,9 @@ chaos: $(VENV)/.installed-test
 
 chaos-20: $(VENV)/.installed-test
 	$(BIN)/python tests/chaos.py --seed $(SEED) --seeds 20
+
+soak: $(VENV)/.installed-test
+	SOAK_SESSIONS=$(SESSIONS) $(BIN)/python -m pytest --timeout 3600 tests/test_hygiene.py
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -133,7 +133,13 @@ class Labelled:
 def load(ports: range, keys: Path | None, **more: Any) -> "DataLoader2[Any]":
     pipe = IterableWrapper(BATCHES).sharding_filter().map(Labelled())
     service = RPCReadingService(
-        [f"{HOSTS[1]}:{ports[0]}"], keys=keys, pickle_by_value=(__name__,), connect_timeout=20.0, timeout=60.0, **more
+        [f"{HOSTS[1]}:{ports[0]}"],
+        keys=keys,
+        pickle_by_value=(__name__,),
+        connect_timeout=20.0,
+        timeout=60.0,
+        transport="tcp",
+        **more,
     )
     return DataLoader2(pipe, reading_service=service)
 

@@ -270,7 +270,7 @@ def stream_of(session: str, batches: Sequence[Any], epoch: int = 1) -> list[list
         parcels.append(Parcel(epoch, number, Batches, encoded.header, encoded.buffers))
     parcels.append(Parcel(epoch, len(batches), EndOfShard))
     packed = itertools.chain.from_iterable(Packer(session, 0, 0).pack([parcel]) for parcel in parcels)
-    return [[bytes(frame) for frame in message] for message in packed]
+    return [[bytes(frame) for frame in message.frames] for message in packed]
 
 
 BATCHES = [list(range(number)) for number in range(12)]
