@@ -17,8 +17,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 # The modules without I/O, each of whose branches has a test.
-PURE := codec messages merge protocol pool session checkpoint
-PURE_TESTS := codec messages merge protocol pool state
+PURE := codec messages merge protocol pool recycling session checkpoint
+PURE_TESTS := codec messages merge protocol pool recycling state
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

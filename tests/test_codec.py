@@ -163,6 +163,12 @@ def test_one_encoder_serves_batch_after_batch(batches: list[Any]) -> None:
 # ----------------------------------------------------------------------------------------------- header, buffers
 
 
+def test_tensors_of_more_shapes_than_are_remembered_arrive() -> None:
+    for length in range(codec.SHORT_SHAPES + 2):
+        tensor = torch.full((length,), length % 100, dtype=torch.int8)
+        assert torch.equal(travel(tensor), tensor)
+
+
 @pytest.mark.parametrize("batch", [None, 0, "", [], {}, b"", False, (), 2**200, float("inf"), "\U0001f600\0x"])
 def test_falsy_and_odd_scalars_arrive(batch: Any) -> None:
     assert_same(travel(batch), batch)

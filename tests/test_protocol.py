@@ -558,6 +558,22 @@ def test_a_pool_that_is_too_small_is_refused_with_the_arithmetic() -> None:
     assert str(fail.error).startswith("2 ranks share 1 slots (a with 1); rank 0 would get")
 
 
+def test_daemons_that_reject_our_keys_are_not_waited_for() -> None:
+    played = Played("a", "b")
+    played.welcome("a")
+    played.session.link_rejected("b")
+    played.tick()
+    assert played.take(FailToConnect) == [FailToConnect(["b"])]
+
+
+def test_a_daemon_that_rejects_our_keys_is_not_missed_if_the_others_suffice() -> None:
+    played = Played("a", "b", num_workers=1)
+    played.welcome("a")
+    played.session.link_rejected("b")
+    played.tick()
+    assert played.take(FailToConnect) == []
+
+
 def test_a_second_answer_to_a_repeated_hello_changes_nothing() -> None:
     played = opening(1)
     played.take()

@@ -65,3 +65,9 @@ def test_bytes_are_counted_and_never_more_than_the_limit(steps: list[tuple[int, 
         elif shelf.take(size) is not None:
             held.remove(size)
         assert shelf.nbytes == sum(held) <= 100
+
+
+def test_a_shelf_shows_what_is_on_it() -> None:
+    shelf: Shelf[bytes] = Shelf(1 << 20)
+    shelf.put(size_class(1), b"block")
+    assert repr(shelf) == f"<Shelf {LEAST_BYTES} of 1048576 bytes, 1 blocks>"
