@@ -17,7 +17,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 # The modules without I/O, each of whose branches has a test.
-PURE := codec messages merge protocol pool recycling session checkpoint
+PURE := codec messages merge protocol pool recycling actions links session checkpoint
 PURE_TESTS := codec messages merge protocol pool recycling state
 
 check: $(VENV)/.installed-test

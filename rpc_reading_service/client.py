@@ -20,6 +20,17 @@ from typing import Any
 import msgspec
 
 from rpc_reading_service import buffers, codec, messages, protocol, segments, transport
+from rpc_reading_service.actions import (
+    Action,
+    ConnectData,
+    DisconnectData,
+    Drop,
+    Fail,
+    FailRemotely,
+    FailToConnect,
+    Reconnect,
+    Send,
+)
 from rpc_reading_service.errors import (
     AddressError,
     ClosedError,
@@ -29,6 +40,9 @@ from rpc_reading_service.errors import (
     WorkerError,
     WorkerLostError,
     WorkerTimeoutError,
+)
+from rpc_reading_service.links import (
+    LinkState,
 )
 from rpc_reading_service.merge import Entry, Item, Merge, Signal
 from rpc_reading_service.messages import (
@@ -44,17 +58,7 @@ from rpc_reading_service.messages import (
 )
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import (
-    Action,
     ClientSession,
-    ConnectData,
-    DisconnectData,
-    Drop,
-    Fail,
-    FailRemotely,
-    FailToConnect,
-    LinkState,
-    Reconnect,
-    Send,
     SessionOptions,
 )
 from rpc_reading_service.stream import Arrival, StreamReader

@@ -1,19 +1,25 @@
 """The client's end of a session as a state machine: messages and the clock go in, actions come out. No I/O.
 
-A link is the client's view of one daemon:
-
-    GREETING --Welcome--> GREETED --SessionOpened--> OPEN        any --silence, or it forgot us--> GREETING
-
-Workers change state by the table in ``protocol``.
+Its view of each daemon is a ``Link``, whose states are those of the table in ``links``; workers change state by the
+table in ``protocol``. What is to be sent, connected or raised comes out as ``actions``.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple, TypeAlias
 
 from rpc_reading_service import protocol
+from rpc_reading_service.actions import (
+    Action,
+    ConnectData,
+    DisconnectData,
+    Drop,
+    Fail,
+    FailRemotely,
+    FailToConnect,
+    Reconnect,
+    Send,
+)
 from rpc_reading_service.errors import (
     ConnectError,
     GraphError,
@@ -23,6 +29,7 @@ from rpc_reading_service.errors import (
     VersionError,
     WorkerLostError,
 )
+from rpc_reading_service.links import Link, LinkEvent, LinkState
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     CloseSession,
@@ -37,7 +44,6 @@ from rpc_reading_service.messages import (
     Hello,
     Limit,
     Message,
-    Offer,
     OpenSession,
     Pause,
     Refused,
@@ -104,74 +110,6 @@ _REFUSALS = {
 }
 
 
-# What the client's driver has to do.
-
-
-class Send(NamedTuple):
-    """Send a control message."""
-
-    address: str
-    message: Message
-    payload: bytes | memoryview | None = None
-
-
-class ConnectData(NamedTuple):
-    """Connect to a worker's data channel."""
-
-    worker: int
-    attempt: int
-    address: str
-    port: int
-    pid: int
-    offer: Offer | None
-    """Its shared memory."""
-
-
-class DisconnectData(NamedTuple):
-    """The worker behind this data channel is gone."""
-
-    worker: int
-    attempt: int
-
-
-class Reconnect(NamedTuple):
-    """The daemon is lost: start over with a fresh socket, so that nothing stale is delivered."""
-
-    address: str
-
-
-class Drop(NamedTuple):
-    """Go on without the rest of this shard in this epoch."""
-
-    worker: int
-    epoch: int
-    reason: str
-
-
-class Fail(NamedTuple):
-    """The session cannot go on."""
-
-    error: BaseException
-
-
-class FailRemotely(NamedTuple):
-    """User code failed while a worker was set up; the payload is its encoded exception."""
-
-    payload: bytes
-    where: str
-    address: str
-    missing: str
-
-
-class FailToConnect(NamedTuple):
-    """No answer from these daemons within ``connect_timeout``."""
-
-    addresses: list[str]
-
-
-Action: TypeAlias = Send | ConnectData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
-
-
 # The client's view.
 
 
@@ -200,48 +138,6 @@ class SessionOptions:
     def bytes_per_worker(self, num_workers: int) -> int:
         """Each worker's share of ``prefetch_bytes``: its window and the client's meter go by the same."""
         return max(1, self.prefetch_bytes // num_workers)
-
-
-class LinkState(Enum):
-    """How far the client has got with one daemon."""
-
-    GREETING = "no answer yet"
-    GREETED = "answered"
-    OPENING = "asked for slots"
-    OPEN = "open"
-
-
-@dataclass
-class Link:
-    """One daemon, as the client sees it."""
-
-    address: str
-    state: LinkState = LinkState.GREETING
-    heard: float = 0.0
-    greeted: float = 0.0
-    fresh: float = 0.0
-    beat: float = 0.0
-    boot: str = ""
-    host: str = ""
-    slots: int = 0
-    free: int = 0
-    sessions: int = 0
-    held: int = 0
-    has_graph: bool = False
-    trouble: str = ""
-    rejected: bool = False
-    ticket: str = ""
-    refused_at: float = float("-inf")
-    dropped: float | None = None
-    draining: bool = False
-    was_open: bool = False
-    wanted: int = 0
-    sent: int = 0
-    received: int = 0
-
-    def __str__(self) -> str:
-        held = f"held by {self.sessions} session{'s' * (self.sessions != 1)}"
-        return f"{self.free} of {self.slots} slots free on {self.address}" + (f": {held}" if self.sessions else "")
 
 
 @dataclass
@@ -342,7 +238,7 @@ class ClientSession:
     def _welcome(self, link: Link, message: Welcome, now: float) -> None:
         if link.state is not LinkState.GREETING:
             return
-        link.state = LinkState.GREETED
+        link.change(LinkEvent.WELCOME)
         link.boot, link.host = message.boot, message.host
         link.slots, link.free, link.sessions = message.slots, message.free, message.sessions
         link.ticket, link.rejected = message.ticket, False
@@ -405,7 +301,7 @@ class ClientSession:
         return " and one for sharding_round_robin_dispatch" if self.options.dispatching else ""
 
     def _open(self, link: Link, slots: int, now: float) -> None:
-        link.state = LinkState.OPENING
+        link.change(LinkEvent.ASK)
         link.heard = now  # silence counts from here
         link.wanted = slots
         self._ask_for_slots(link, now)
@@ -432,7 +328,7 @@ class ClientSession:
             link.received = message.sent
         if link.state is not LinkState.OPENING:
             return
-        link.state = LinkState.OPEN
+        link.change(LinkEvent.OPENED)
         link.was_open = True
         link.boot = ""  # the next heartbeat tells; the daemon may have been restarted since it was greeted
         link.held = message.slots
@@ -524,8 +420,9 @@ class ClientSession:
         link.trouble = message.reason
         link.refused_at = now
         if self.workers and message.kind not in ("version", "keys", "graph", "size"):
-            stays = LinkState.GREETING if message.kind == "draining" else LinkState.GREETED
-            link.state = LinkState.OPEN if link.held else stays
+            if link.state is LinkState.OPENING:
+                away = LinkEvent.LOSE if message.kind == "draining" else LinkEvent.DENIED
+                link.change(LinkEvent.KEPT if link.held else away)
             self._place_vacant(now)
             return
         error = _REFUSALS.get(message.kind, ConnectError)
@@ -788,8 +685,8 @@ class ClientSession:
 
     def _lose_link(self, link: Link, reason: str, now: float) -> None:
         logger.warning("%s %s", link.address, reason)
-        link.state, link.held, link.has_graph, link.trouble = LinkState.GREETING, 0, False, reason
-        link.dropped, link.draining, link.fresh = None, False, now
+        link.change(LinkEvent.LOSE)
+        link.trouble, link.fresh = reason, now
         self._actions.append(Reconnect(link.address))
         for worker in self.workers:
             if worker.address == link.address:
@@ -835,8 +732,9 @@ class ClientSession:
         for link in self.links.values():
             if link.draining and link.held and not any(w.address == link.address for w in self.workers):
                 self._send(link, CloseSession(self.options.session))
-                # Greeted until one answers that stays: this daemon, after its restart.
-                link.state, link.held, link.has_graph, link.draining = LinkState.GREETING, 0, False, False
+                link.change(
+                    LinkEvent.LOSE
+                )  # it is greeted until one answers that stays: this daemon, after its restart
 
     def _has_room(self, workers: int) -> bool:
         """Whether so many more workers seem to fit on daemons that are not ending."""
@@ -849,7 +747,7 @@ class ClientSession:
             return
         if self.closed:
             link.held = 0
-        elif message.reason and link.state in (LinkState.OPENING, LinkState.OPEN):
+        elif message.reason and link.in_use:
             # Without a reason it answers our own CloseSession, from before the link was lost.
             self._lose_link(link, f"ended the session: {message.reason}", now)
 
@@ -873,7 +771,7 @@ class ClientSession:
         for link in self.links.values():
             if link.dropped is not None and now - link.dropped > DROPPED_S:
                 self._lose_link(link, "closed the connection and does not answer: it has died, or was restarted", now)
-            elif link.state in (LinkState.OPENING, LinkState.OPEN) and now - link.heard > SILENCE_S:
+            elif link.in_use and now - link.heard > SILENCE_S:
                 self._lose_link(link, f"has been silent for {now - link.heard:.0f} s", now)
             if link.state is LinkState.GREETING and now - link.fresh >= GREETING_S:
                 link.fresh = now
@@ -944,9 +842,9 @@ class ClientSession:
         for worker in self.workers:
             worker.change(_E.CLOSE, now)
         for link in self.links.values():
-            if link.state in (LinkState.OPENING, LinkState.OPEN):
+            if link.in_use:
                 link.held = max(1, link.held)
-            if link.state in (LinkState.OPENING, LinkState.OPEN) or link.was_open:
+            if link.in_use or link.was_open:
                 self._send(link, CloseSession(self.options.session))
 
     def tell(self, address: str, message: Message) -> None:

@@ -10,7 +10,7 @@ import pytest
 import rpc_reading_service
 
 VALUES = ["errors", "messages"]
-PURE = ["codec", "recycling", "protocol", "pool", "session", "merge", "checkpoint"]
+PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "session", "merge", "checkpoint"]
 EFFECTS = ["security", "buffers", "segments", "transport", "stream", "inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "daemon", "client"]
 EDGES = ["launchers", "reading_service", "testing", "cli", "preload", "__main__"]

@@ -15,6 +15,16 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rpc_reading_service.actions import (
+    ConnectData,
+    DisconnectData,
+    Drop,
+    Fail,
+    FailRemotely,
+    FailToConnect,
+    Reconnect,
+    Send,
+)
 from rpc_reading_service.errors import (
     ConnectError,
     GraphError,
@@ -23,6 +33,9 @@ from rpc_reading_service.errors import (
     StreamError,
     VersionError,
     WorkerLostError,
+)
+from rpc_reading_service.links import (
+    LinkState,
 )
 from rpc_reading_service.merge import Entry, Merge, Signal
 from rpc_reading_service.messages import (
@@ -85,15 +98,6 @@ from rpc_reading_service.session import (
     SILENCE_S,
     START_WITHOUT_S,
     ClientSession,
-    ConnectData,
-    DisconnectData,
-    Drop,
-    Fail,
-    FailRemotely,
-    FailToConnect,
-    LinkState,
-    Reconnect,
-    Send,
     SessionOptions,
     Worker,
 )
