@@ -585,15 +585,13 @@ def _secret_name(session: str, what: str) -> bytes:
 class Pull(_Reading):
     """The client's data socket: every worker's stream arrives here.
 
-    A DEALER that announces itself with an empty message on every new connection (hence ``immediate``: libzmq counts a
-    reconnection as new only with it), and sends nothing else.
+    A DEALER that sends nothing; workers send to it by its name. It is not ``immediate``: libzmq 4.3.5 would drop what
+    has arrived by a connection that breaks, and end the process (``!_more``) if that was within a message.
     """
 
     def __init__(self, context: "zmq.Context[Any]", session: str, pair: Pair | None) -> None:
         self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, "client")
-        self._socket.probe_router = True
-        self._socket.immediate = True
 
     def connect(self, address: str, port: int) -> str:
         """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
@@ -709,18 +707,15 @@ class Push:
     def raw(self) -> Any:
         """A descriptor, readable when something may have happened: the client has connected, or a stranger.
 
-        Not the socket itself, as polling that costs a fifth of the CPU time of a batch of 32 B; hence ``discard`` has
-        to be called after each ``send``, too, which takes the descriptor's news with it.
+        Not the socket itself, as polling that costs a fifth of the CPU time of a batch of 32 B. Whatever is done with
+        the socket may take the descriptor's news with it, so that ``discard`` has to be called now and then.
         """
         return self._socket.fd
 
-    def discard(self) -> bool:
-        """Drop what has arrived: the client's announcements, and whatever strangers say; whether there was anything."""
-        found = False
+    def discard(self) -> None:
+        """Take notice of who has connected, and drop what strangers have said."""
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.recv(copy=False)
-            found = True
-        return found
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if the client is not connected, and nothing was sent; ``raw`` tells when it is."""

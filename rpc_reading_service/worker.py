@@ -70,7 +70,9 @@ SEGMENTS_PER_WINDOW = 2
 COLLECTIONS_PER_TURN = 16
 """How often the I/O thread looks for parcels before it looks for commands: to poll costs more than to look."""
 
-IDLE_S = 60.0
+IDLE_S = 1.0
+"""How long the I/O thread waits if nothing happens: as long as strangers' messages may wait to be dropped."""
+
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h."""
 
@@ -390,8 +392,8 @@ class ClientOutlet:
 
     def pump(self) -> bool:
         moved = self._collect()
-        while self._push.discard() and self._outgoing:  # maybe the client is there now
-            self._send()
+        self._push.discard()
+        self._send()  # the client may be there now
         return moved
 
     def _collect(self) -> bool:

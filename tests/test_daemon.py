@@ -29,6 +29,7 @@ from torchdata.datapipes.iter import IterableWrapper
 import rpc_reading_service
 from rpc_reading_service import RPCReadingService, WorkerLostError, messages, transport
 from rpc_reading_service.cli import main
+from rpc_reading_service.daemon import versions
 
 N = 20
 SLOTS = 3
@@ -330,8 +331,10 @@ def test_slots_that_are_asked_for_again_before_the_graph_came_do_not_mean_that_i
     context = transport.Context()
     try:
         client = context.dealer(daemon.address)
+        client.send([messages.encode(messages.Hello(messages.PROTOCOL_VERSION, versions(), "a test"))])
+        ticket = ask(client).ticket
         for count in range(2):
-            client.send([messages.encode(messages.OpenSession(session, count, "a test", 1, digest, 5))])
+            client.send([messages.encode(messages.OpenSession(session, count, "a test", 1, digest, 5, ticket))])
             assert ask(client) == messages.SessionOpened(session, count, 1, has_graph=False)
         client.send([messages.encode(messages.CloseSession(session))])
         assert ask(client) == messages.SessionClosed(session, "")
