@@ -24,12 +24,15 @@ from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
 from rpc_reading_service import RPCReadingService, codec, messages, security, transport
+from rpc_reading_service.daemon import versions
 from rpc_reading_service.merge import Merge, Signal
 from rpc_reading_service.messages import Batches, EndOfShard
 from rpc_reading_service.stream import Packer, Parcel, StreamReader
 
 SEED = 20_240_506
 CONTROL_MESSAGES = 60_000
+MESSAGES_AHEAD = 5_000
+"""What waits for a daemon is bounded by how fast it reads: so many are sent before it has to have read them."""
 STREAM_MESSAGES = 140_000
 CONNECTIONS = 2_000
 GROWTH_BYTES = 64 << 20
@@ -138,12 +141,24 @@ def dealer(port: int) -> Iterator["zmq.Socket[bytes]"]:
         yield stranger
 
 
+def wait_for_welcome(stranger: "zmq.Socket[bytes]") -> None:
+    """The daemon has read all that was sent before: what it may take is measured, and not what waits for it."""
+    stranger.send(messages.encode(messages.Hello(messages.PROTOCOL_VERSION, versions(), "a stranger")))
+    while stranger.poll(1000 * PATIENCE_S):
+        frame = stranger.recv_multipart()[0]
+        if isinstance(messages.decode(frame, messages.FromDaemon), messages.Welcome):
+            return
+    raise AssertionError("the daemon does not answer")
+
+
 def test_messages_without_sense_change_nothing(target: tuple[Daemon, Path | None]) -> None:
     rng, sent = random.Random(SEED), 0
     is_open = target[1] is None  # else nothing is taken from a stranger
     with undisturbed(target, lines=10) as ports, contextlib.ExitStack() as stack:
         control, *data = [stack.enter_context(dealer(port)) for port in ports]
-        for _ in range(CONTROL_MESSAGES):
+        for number in range(CONTROL_MESSAGES):
+            if is_open and number % MESSAGES_AHEAD == 0:
+                wait_for_welcome(control)
             frames = mutilated(rng, template(rng)) or [b""]
             with contextlib.suppress(zmq.Again):  # full
                 rng.choice(data).send_multipart(frames, zmq.NOBLOCK)
