@@ -8,7 +8,7 @@ SEED ?= 0
 MINUTES ?= 5
 SESSIONS ?= 500
 
-.PHONY: demo test check coverage bench chaos chaos-20 network soak clean
+.PHONY: demo test check coverage bench chaos chaos-20 network slow soak clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -32,6 +32,9 @@ bench: $(VENV)/.installed-peers
 network: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m network
 
+slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
+
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PURE_TESTS:%=tests/test_%.py) \
 	    $(PURE:%=--cov=rpc_reading_service.%) --cov-branch --cov-fail-under=100
@@ -43,7 +46,7 @@ chaos-20: $(VENV)/.installed-test
 	$(BIN)/python tests/chaos.py --seed $(SEED) --seeds 20
 
 soak: $(VENV)/.installed-test
-	SOAK_SESSIONS=$(SESSIONS) $(BIN)/python -m pytest --timeout 3600 tests/test_hygiene.py
+	SOAK_SESSIONS=$(SESSIONS) $(BIN)/python -m pytest -m slow --timeout 3600 tests/test_hygiene.py
 
 clean:
 	rm -rf $(VENV) build dist htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

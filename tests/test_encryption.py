@@ -15,6 +15,8 @@ from torchdata.datapipes.iter import IterableWrapper
 
 from rpc_reading_service import CurveKeys, RPCReadingError, RPCReadingService, security
 
+pytestmark = pytest.mark.slow
+
 MARK = b"the quick brown fox jumps over the lazy dog"
 """In the data."""
 

@@ -29,6 +29,8 @@ from rpc_reading_service.merge import Merge, Signal
 from rpc_reading_service.messages import Batches, EndOfShard
 from rpc_reading_service.stream import Packer, Parcel, StreamReader
 
+pytestmark = pytest.mark.slow
+
 SEED = 20_240_506
 CONTROL_MESSAGES = 60_000
 MESSAGES_AHEAD = 5_000

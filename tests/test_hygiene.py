@@ -18,6 +18,8 @@ from torchdata.datapipes.iter import IterableWrapper
 
 from rpc_reading_service import RPCReadingService, SlotsError, WorkerLostError, security, transport
 
+pytestmark = pytest.mark.slow
+
 SESSIONS = int(os.environ.get("SOAK_SESSIONS", "24"))
 WARM_UP = 12
 SLOTS = 2
@@ -83,6 +85,7 @@ import itertools, os, signal, sys
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 from rpc_reading_service import RPCReadingService
+
 pipe = IterableWrapper(range(50)).sharding_filter()
 next(iter(DataLoader2(pipe, reading_service=RPCReadingService([sys.argv[1]], keys=sys.argv[2]))))
 os.kill(os.getpid(), signal.SIGKILL)
