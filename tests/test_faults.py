@@ -186,14 +186,16 @@ ELSEWHERE = "127.0.0.2"
 
 
 class Gate:
-    """Between a port and its clients: may swallow what the port sends, and break the connections."""
+    """Between a port and its clients: may delay or swallow what the port sends, and break the connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
         self.swallows = False
         self.swallowed = 0
         self.ends: list[socket.socket] = []
 
     def lets_through(self, data: bytes) -> bool:
+        threading.Event().wait(self.delay)
         self.swallowed += len(data) * self.swallows
         return not self.swallows
 
@@ -311,6 +313,18 @@ def test_the_end_of_a_shard_that_is_lost_is_noticed(free_port: int, tmp_path: Pa
             gate.break_connections()
             assert elements + list(iterator) == list(range(5))
             assert list(loader) == list(range(5))
+    finally:
+        behind.close()
+
+
+def test_batches_of_an_old_epoch_that_come_late_are_dropped(free_port: int) -> None:
+    behind, gate = LocalDaemon(1, ["--data-ports", f"{free_port}-{free_port}"]), Gate(delay=0.5)
+    try:
+        port = transport.split_address(behind.address)[1]
+        with forwarded(port), forwarded(free_port, gate=gate), load(sharded(), [f"{ELSEWHERE}:{port}"]) as loader:
+            for _ in range(3):
+                assert list(itertools.islice(loader, 3)) == [0, 1, 2]
+            assert [list(loader), list(loader)] == 2 * [list(range(N))]
     finally:
         behind.close()
 
