@@ -94,8 +94,7 @@ class Host:
         sh(f"ip netns del {self.name}")
 
     def workers(self) -> list[psutil.Process]:
-        tree = psutil.Process(self.daemon.pid).children(recursive=True)
-        return [process for process in tree if "rpc_reading_service.worker" in " ".join(process.cmdline())][1:]
+        return [worker for child in psutil.Process(self.daemon.pid).children() for worker in child.children()]
 
     # What can be done to the cable.
 
