@@ -41,9 +41,7 @@ from rpc_reading_service.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from rpc_reading_service.links import (
-    LinkState,
-)
+from rpc_reading_service.links import LinkState
 from rpc_reading_service.merge import Entry, Item, Merge, Signal
 from rpc_reading_service.messages import (
     AskStack,
@@ -57,10 +55,7 @@ from rpc_reading_service.messages import (
     Stack,
 )
 from rpc_reading_service.security import CurveKeys, Pair
-from rpc_reading_service.session import (
-    ClientSession,
-    SessionOptions,
-)
+from rpc_reading_service.session import ClientSession, SessionOptions
 from rpc_reading_service.stream import Arrival, StreamReader
 from rpc_reading_service.transport import Deadline
 
@@ -271,7 +266,8 @@ class Client:
             known = self._session.workers[worker]
             if now - latest > DATA_SILENCE_S and known.state is protocol.WorkerState.RUNNING:
                 self._asked[worker] = now
-                self._tell_credit(worker)  # it counts from the start: once more does no harm if the last one was lost
+                # It counts from the start: once more does no harm if the last one was lost.
+                self._session.credit(worker, self._reported[worker])
                 self._session.tell(known.address, AskStack(self._options.session, worker, known.attempt))
                 self._waker.wake()
 
@@ -288,12 +284,8 @@ class Client:
         consumed = self._reported[worker] = self._merge.consumed[worker]
         if attachment is not None and not attachment.credit(self._session.epoch, consumed):
             return False
-        self._tell_credit(worker)
+        self._session.credit(worker, consumed)
         return True
-
-    def _tell_credit(self, worker: int) -> None:
-        self._reported[worker] = self._merge.consumed[worker]
-        self._session.credit(worker, self._reported[worker])
 
     def pause(self, pause_fn: bytes) -> None:
         """Every worker stops producing, once it has finished the batch it is at; whoever feeds them comes last."""

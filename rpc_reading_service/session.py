@@ -732,9 +732,8 @@ class ClientSession:
         for link in self.links.values():
             if link.draining and link.held and not any(w.address == link.address for w in self.workers):
                 self._send(link, CloseSession(self.options.session))
-                link.change(
-                    LinkEvent.LOSE
-                )  # it is greeted until one answers that stays: this daemon, after its restart
+                # It is greeted until one answers that stays: this daemon, after its restart.
+                link.change(LinkEvent.LOSE)
 
     def _has_room(self, workers: int) -> bool:
         """Whether so many more workers seem to fit on daemons that are not ending."""

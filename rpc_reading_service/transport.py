@@ -6,6 +6,7 @@ socket lingers for a chosen time, and every wait has a ``Deadline``.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import ipaddress
 import itertools
@@ -574,6 +575,7 @@ class _Reading:
         self._socket.close(linger=0)
 
 
+@functools.lru_cache(maxsize=1024)  # a dispatching worker asks for each message
 def _secret_name(session: str, what: str) -> bytes:
     """The name under which a socket of a session is sent to: only who knows the session can tell it.
 
