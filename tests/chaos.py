@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import click
 import psutil
+from daemons import workers_of
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
@@ -80,7 +81,7 @@ class Daemon:
 
     def workers(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [worker for child in psutil.Process(self.process.pid).children() for worker in child.children()]
+            return workers_of(self.process.pid)
         return []
 
     def restart(self) -> None:

@@ -47,6 +47,16 @@ def two_daemons() -> Iterator[list[str]]:
         yield addresses
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of the daemon and of one client."""
+    from rpc_reading_service import security
+
+    folder = tmp_path_factory.mktemp("keys")
+    security.create(folder)
+    return folder
+
+
 @pytest.fixture
 def free_port() -> int:
     """A loopback TCP port at which nobody listens."""

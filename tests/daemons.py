@@ -5,8 +5,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -58,7 +58,7 @@ class Daemon:
         deadline = transport.Deadline(PATIENCE_S)
         while not (found := [line for line in self.errors.splitlines() if words in line]):
             assert not deadline.expired, self.errors
-            time.sleep(0.02)
+            threading.Event().wait(0.01)
         return found[0]
 
     def family(self) -> list[psutil.Process]:
@@ -79,3 +79,16 @@ def running(*options: str) -> Iterator[Daemon]:
         yield daemon
     finally:
         daemon.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
+    """Look again and again: for what no event tells of, or one in another process."""
+    deadline = transport.Deadline(seconds)
+    while not condition():
+        assert not deadline.expired
+        threading.Event().wait(0.01)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The worker processes of a daemon: grandchildren, for the forkserver is their parent."""
+    return [worker for child in psutil.Process(pid).children() for worker in child.children()]

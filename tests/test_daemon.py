@@ -21,7 +21,7 @@ import psutil
 import pytest
 import zmq
 from click.testing import CliRunner
-from daemons import Daemon, running
+from daemons import Daemon, running, until
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -148,17 +148,12 @@ def test_a_forkserver_that_ends_does_not_end_its_daemon(victim: Daemon) -> None:
     with load(sharded(), victim.address) as loader, ThreadPoolExecutor(1) as training:
         forkserver.suspend()
         batches = training.submit(lambda: list(loader))
-        until(lambda: len(process.net_connections("unix")) > idle + 2)  # a worker's channel, and a request for it
+        until(
+            lambda: len(process.net_connections("unix")) > idle + 2, STOP_S
+        )  # a worker's channel, and a request for it
         forkserver.kill()
         assert batches.result(60) == list(range(N))
     assert victim.process.poll() is None
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = transport.Deadline(STOP_S)
-    while not condition():
-        assert not deadline.expired
-        threading.Event().wait(0.01)
 
 
 def test_it_listens_on_loopback_only_by_default(daemon: Daemon) -> None:

@@ -84,13 +84,6 @@ def part(*sockets: socket.socket) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    security.create(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def ports() -> range:
     """Free on both addresses: the daemon's, and its workers'."""
     for low in range(31_000, 32_000, 3):

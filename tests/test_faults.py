@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from daemons import until
 from torchdata.dataloader2 import DataLoader2, ReadingServiceInterface, SequentialReadingService
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
@@ -170,13 +170,6 @@ def test_a_daemon_may_start_after_the_loader(free_port: int) -> None:
             assert elements.result(60) == list(range(N))
         finally:
             late.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.01)
 
 
 # Ports between the two that let nothing through.

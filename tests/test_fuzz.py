@@ -8,8 +8,7 @@ import itertools
 import random
 import resource
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from daemons import Daemon, running
+from daemons import Daemon, running, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
-from rpc_reading_service import RPCReadingService, codec, messages, security, transport
+from rpc_reading_service import RPCReadingService, codec, messages
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.merge import Merge, Signal
 from rpc_reading_service.messages import Batches, EndOfShard
@@ -45,13 +44,6 @@ SESSION, OTHER = "a" * 32, "b" * 32
 
 
 # Sessions that are running keep their exact stream.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    security.create(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=["open", "with keys"])
@@ -89,17 +81,10 @@ def undisturbed(target: tuple[Daemon, Path | None], lines: int) -> Iterator[list
         elements += iterator
         assert elements == list(range(3000))
     assert process.memory_info().rss - memory < GROWTH_BYTES
-    wait_until(lambda: process.num_fds() <= descriptors + 2)
+    until(lambda: process.num_fds() <= descriptors + 2, PATIENCE_S)
     new = daemon.errors.splitlines()[logged:]
     assert len(new) <= lines, new
     assert "Traceback" not in daemon.errors
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = transport.Deadline(PATIENCE_S)
-    while not happened():
-        assert not deadline.expired
-        time.sleep(0.05)
 
 
 def template(rng: random.Random) -> list[bytes]:

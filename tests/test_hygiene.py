@@ -16,7 +16,7 @@ from daemons import Daemon, running
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
-from rpc_reading_service import RPCReadingService, SlotsError, WorkerLostError, security, transport
+from rpc_reading_service import RPCReadingService, SlotsError, WorkerLostError, transport
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +25,6 @@ WARM_UP = 12
 SLOTS = 2
 GROWTH_BYTES = 16 << 20
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    security.create(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

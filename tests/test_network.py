@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 import torch
+from daemons import workers_of
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
@@ -93,9 +94,6 @@ class Host:
         self.daemon.stdout.close()
         sh(f"ip netns del {self.name}")
 
-    def workers(self) -> list[psutil.Process]:
-        return [worker for child in psutil.Process(self.daemon.pid).children() for worker in child.children()]
-
     # What can be done to the cable.
 
     def pull(self) -> None:
@@ -149,7 +147,7 @@ def healed(hosts: list[Host]) -> Iterator[None]:
     for host in hosts:
         host.heal()
     # A host that was cut off ends its workers once it has noticed that the client is gone, within 30 s.
-    _, alive = psutil.wait_procs([worker for host in hosts for worker in host.workers()], timeout=35)
+    _, alive = psutil.wait_procs([worker for host in hosts for worker in workers_of(host.daemon.pid)], timeout=35)
     assert not alive
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from daemons import until, workers_of
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -31,6 +31,7 @@ from rpc_reading_service.testing import local_workers
 N = 400
 TIMEOUT_S = 60.0
 GRACE_S = 30.0
+PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +165,6 @@ def test_workers_that_are_fed_start_again_together(pool: LocalDaemons, victim: s
         assert elements(loader) == list(range(N))
 
 
-def workers_of(pid: int) -> list[psutil.Process]:
-    """The worker processes of a daemon: grandchildren, for the forkserver is their parent."""
-    return [worker for child in psutil.Process(pid).children() for worker in child.children()]
-
-
 def pids_of(daemon: LocalDaemon) -> set[int]:
     return {worker.pid for worker in workers_of(daemon.process.pid)}
 
@@ -191,16 +187,7 @@ def test_a_daemon_that_is_stopped_is_replaced_and_used_again(pool: LocalDaemons)
             for process in (*workers_of(daemon.pid), daemon):
                 process.resume()
         assert elements(loader) == list(range(N))
-    assert until(lambda: not workers_of(daemon.pid))
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        threading.Event().wait(0.05)
-    return True
+    until(lambda: not workers_of(daemon.pid), PATIENCE_S)
 
 
 def test_with_nowhere_to_go_the_error_lists_every_address() -> None:
@@ -234,7 +221,7 @@ def test_a_draining_daemon_lets_its_shards_move_on_between_epochs(
         moving = pids_of(daemon)
         assert moving
         terminate(daemon)
-        assert until(lambda: "is ending within 30 s: the daemon got SIGTERM" in caplog.text)
+        until(lambda: "is ending within 30 s: the daemon got SIGTERM" in caplog.text, PATIENCE_S)
         assert elements([first, *iterator]) == list(range(N))
         second = list(loader)
         assert elements(second) == list(range(N))
@@ -265,7 +252,7 @@ def test_a_draining_daemon_takes_no_more_sessions(pool: LocalDaemons, draining: 
         iterator = iter(loader)
         first = next(iterator)
         terminate(daemon)
-        assert until(lambda: refuses(daemon.address))
+        until(lambda: refuses(daemon.address), PATIENCE_S)
         assert [first, *iterator] == list(range(N))
     assert daemon.process.wait(GRACE_S) == 0
 
@@ -370,4 +357,4 @@ def test_ctrl_c_ends_the_training_process_at_any_point(
     assert word == "interrupted"
     assert float(seconds) < 4.0  # 2 s are promised; the rest is for a busy machine
     assert "Traceback" not in ended.stderr
-    assert until(lambda: not [worker for daemon in pool.processes for worker in workers_of(daemon.pid)])
+    until(lambda: not [worker for daemon in pool.processes for worker in workers_of(daemon.pid)], PATIENCE_S)

@@ -33,14 +33,6 @@ NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of the daemon and of one client."""
-    folder = tmp_path_factory.mktemp("keys")
-    security.create(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keys of somebody else."""
     folder = tmp_path_factory.mktemp("other")
