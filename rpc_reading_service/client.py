@@ -338,8 +338,8 @@ class Client:
             self._changed.wait(min(POLL_S, warn_at - now))
 
     def _give_up(self, name: Callable[[], str]) -> None:
-        if (worker := self._session.longest_vacant(time.monotonic())) is not None:
-            raise WorkerLostError(self._session.nowhere_to_go(worker))
+        if (loss := self._session.why_nothing_comes(time.monotonic())) is not None:
+            raise WorkerLostError(loss)
         text = self._with_stacks(name)
         raise WorkerTimeoutError(f"{text}: gave up after timeout={self._options.timeout:g} s")
 

@@ -603,11 +603,15 @@ class ClientSession:
         self._vacate(worker, now)
         self._after_loss(worker, batch, now)
 
-    def _wait_longer(self, worker: Worker, now: float) -> None:
+    def _place_of(self, worker: Worker) -> tuple[int, int, bool]:
+        """The epoch, the batches received, and whether the next one is waited for, all of the worker's shards."""
         shards = range(self.num_shards) if self.options.dispatching else [worker.worker]
         progress = [self._progress(shard) for shard in shards if shard in self._unfinished]
         awaited = worker.state is not _S.PAUSED and any(received == consumed for received, consumed in progress)
-        place = self.epoch, sum(received for received, _ in progress), awaited
+        return self.epoch, sum(received for received, _ in progress), awaited
+
+    def _wait_longer(self, worker: Worker, now: float) -> None:
+        place = self._place_of(worker)
         worker.fruitless = worker.fruitless + 1 if place == worker.lost_at else 1
         worker.lost_at = place
         if worker.fruitless > 1:
@@ -632,8 +636,7 @@ class ClientSession:
             return self._fail(WorkerLostError(text))
         _, _, awaited = worker.lost_at
         if awaited and worker.fruitless >= MAX_FRUITLESS:
-            text = f"{worker.last_loss}, for the {MAX_FRUITLESS}th time in a row without a batch in between"
-            return self._fail(WorkerLostError(text))
+            return self._fail(WorkerLostError(_again_and_again(worker)))
         if batch is not None:
             place = (self.epoch, batch)
             worker.losses[place] = worker.losses.get(place, 0) + 1
@@ -810,7 +813,7 @@ class ClientSession:
                 )
                 self._fail(ConnectError(f"{worker} {reason}"))
             elif self._is_overdue(worker, now):
-                self._fail(WorkerLostError(self.nowhere_to_go(worker)))
+                self._fail(WorkerLostError(self._nowhere_to_go(worker)))
 
     def _is_overdue(self, worker: Worker, now: float, share: float = 1.0) -> bool:
         """Whether it is waited for, and has had no place for ``timeout``, or a share of it."""
@@ -818,13 +821,20 @@ class ClientSession:
         feeds = worker.worker == self.num_shards and self._unfinished
         needed = not self.epoch or worker.worker in self._unfinished or feeds
         vacant = needed and worker.state is _S.VACANT
-        return bool(vacant) and timeout is not None and now - worker.since > share * timeout
+        since = max(worker.since, worker.not_before)
+        return bool(vacant) and timeout is not None and now - since > share * timeout
 
-    def longest_vacant(self, now: float) -> Worker | None:
-        """The worker whose lack of a place makes others wait: for more than half of ``timeout``."""
-        return next((worker for worker in self.workers if self._is_overdue(worker, now, 0.5)), None)
+    def why_nothing_comes(self, now: float) -> str | None:
+        """Which loss keeps the client waiting: of a worker without a place, or of one that is lost again and again."""
+        for worker in self.workers:
+            if self._is_overdue(worker, now, 0.5):
+                return self._nowhere_to_go(worker)
+            _, _, awaited = place = self._place_of(worker)
+            if awaited and worker.fruitless > 1 and place == worker.lost_at:
+                return _again_and_again(worker)
+        return None
 
-    def nowhere_to_go(self, worker: Worker) -> str:
+    def _nowhere_to_go(self, worker: Worker) -> str:
         """Why a shard has no worker: what was lost, and what every daemon said."""
         places = "; ".join(f"{link.address}: {link.trouble or link.state.value}" for link in self.links.values())
         return (
@@ -856,3 +866,7 @@ class ClientSession:
     def _send(self, link: Link, message: Message, payload: bytes | memoryview | None = None) -> None:
         link.sent += isinstance(message, SessionMessage)
         self._actions.append(Send(link.address, message, payload))
+
+
+def _again_and_again(worker: Worker) -> str:
+    return f"{worker.last_loss}, {worker.fruitless} times in a row without a batch in between"

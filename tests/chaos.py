@@ -102,20 +102,22 @@ class Daemon:
 
 
 class Chaos(threading.Thread):
-    """Breaks things in bursts until told to stop.
+    """Breaks things in bursts, each of which begins at a batch of the schedule, until told to stop.
 
     Args:
         daemons: at least one of them is always left alone in a burst
         rng: the schedule
-        rest: seconds between bursts, on average
+        bursts: how many
+        batches: of the epoch
     """
 
-    def __init__(self, daemons: list[Daemon], rng: random.Random, report: Report, rest: float = 2.5) -> None:
+    def __init__(self, daemons: list[Daemon], rng: random.Random, report: Report, bursts: int, batches: int) -> None:
         super().__init__(name="chaos", daemon=True)
         self._daemons = daemons
         self._rng = rng
         self._report = report
-        self._rest = rest
+        self._schedule = sorted(rng.sample(range(batches), bursts))
+        self._begin = threading.Event()
         self._stop_now = threading.Event()
         self._stopped: list[psutil.Process] = []
         self.last_fault: float | None = None
@@ -128,22 +130,31 @@ class Chaos(threading.Thread):
             self._error = error
 
     def _run(self) -> None:
-        while not self._stop_now.wait(self._rng.uniform(0.2, 2 * self._rest)):
+        while self._begin.wait() and not self._stop_now.is_set():
+            self._begin.clear()
             for _ in range(self._rng.randint(1, 3)):
                 self._break_something()
                 self._stop_now.wait(self._rng.uniform(0.0, 0.2))
+            if self._stopped:
+                self._stop_now.wait(self._rng.uniform(0.0, 8.0))
+                self._continue_all()
+
+    def reached(self, batch: int) -> None:
+        """Called for each batch that is read."""
+        if self._schedule and batch >= self._schedule[0]:
+            self._schedule.pop(0)
+            self._begin.set()
 
     def stop(self) -> None:
         self._stop_now.set()
+        self._begin.set()
         self.join()
         self._continue_all()
         if self._error is not None:
             raise self._error
 
     def _break_something(self) -> None:
-        fault = self._rng.choices(
-            [self._kill_worker, self._stop_worker, self._continue_all, self._restart_daemon], weights=[8, 2, 3, 1]
-        )[0]
+        fault = self._rng.choices([self._kill_worker, self._stop_worker, self._restart_daemon], weights=[8, 2, 1])[0]
         fault()
 
     def _victim(self) -> psutil.Process | None:
@@ -197,22 +208,23 @@ def graph(elements: int, seconds: float) -> IterDataPipe[list[int]]:
     return Slowly(source, seconds, every=100).batch(10)
 
 
-def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, slowness: float = 0.004) -> Report:
+def run(seed: int, elements: int, daemons: list[Daemon], workers: int = 4, bursts: int = 2) -> Report:
     """One disturbed epoch; raises AssertionError at the first element that is not the one of an undisturbed run."""
     rng = random.Random(seed)
     report = Report()
     expected = undisturbed(seed, elements, daemons, workers)
     loader = DataLoader2(
-        graph(elements, slowness),
+        graph(elements, 0.004),
         reading_service=RPCReadingService(
             [d.address for d in daemons], num_workers=workers, timeout=300.0, pickle_by_value=(__name__,)
         ),
     )
     loader.seed(seed)
-    chaos = Chaos(daemons, rng, report)
+    chaos = Chaos(daemons, rng, report, bursts, len(expected))
     chaos.start()
     try:
         for number, batch in enumerate(loader):
+            chaos.reached(number)
             assert batch == expected[number], f"seed {seed}: batch {number} is {batch}, not {expected[number]}"
             report.elements += len(batch)
             if chaos.last_fault is not None:
@@ -259,7 +271,7 @@ def main(seed: int, seeds: int | None, minutes: float, elements: int) -> None:
         before = me.memory_info().rss
         while seed < last or (seeds is None and time.monotonic() < end):
             started = time.monotonic()
-            report = run(seed, elements, daemons, slowness=0.008)
+            report = run(seed, elements, daemons)
             click.echo(f"seed {seed}: {report} in {time.monotonic() - started:.1f} s")
             total.add(report)
             seed += 1

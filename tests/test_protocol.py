@@ -1121,7 +1121,7 @@ def test_losses_without_a_batch_in_between_are_waited_for_longer_and_longer_and_
     assert played.take(Fail) == []
     played.exited(0)
     assert played.error() == (
-        "worker 0 on a (pid 42) was killed by SIGKILL, for the 20th time in a row without a batch in between"
+        "worker 0 on a (pid 42) was killed by SIGKILL, 20 times in a row without a batch in between"
     )
 
 
@@ -1153,14 +1153,31 @@ def test_a_shard_that_nobody_waits_for_may_be_without_a_place_for_long(why: str)
         played.receive("a", Refused("slots", "0 of 1 slots free on a"))
         played.tick(1.0)
     assert played.take(Fail) == []
-    assert played.session.longest_vacant(played.now) is None
+    assert played.session.why_nothing_comes(played.now) is None
 
 
 def test_only_a_worker_that_is_long_without_a_place_is_the_one_that_is_missing() -> None:
     played = running(1, 1)
     played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))
-    assert played.session.longest_vacant(played.now + 29) is None
-    assert played.session.longest_vacant(played.now + 31) is played.session.workers[1]
+    assert played.session.why_nothing_comes(played.now + 29) is None
+    text = "worker 1 on b (pid 42) is lost: b ended the session: the daemon got SIGTERM, and no slot was found"
+    assert (played.session.why_nothing_comes(played.now + 31) or "").startswith(text)
+
+
+@pytest.mark.parametrize("state", ["waiting to start again", "running again", "with a batch since", "not waited for"])
+def test_a_worker_that_was_lost_twice_without_a_batch_is_what_is_waited_for(state: str) -> None:
+    played = running(1, progress={0: (5, 4)} if state == "not waited for" else {})
+    played.exited(0)
+    assert played.session.why_nothing_comes(played.now) is None
+    played.again(0)
+    played.exited(0)
+    if state != "waiting to start again":
+        played.again(0)
+    if state == "with a batch since":
+        played.progress[0] = 1, 0
+    expected = "worker 0 on a (pid 42) was killed by SIGKILL, 2 times in a row without a batch in between"
+    guilty = state in ("waiting to start again", "running again")
+    assert played.session.why_nothing_comes(played.now) == (expected if guilty else None)
 
 
 @pytest.mark.parametrize("dispatching", [False, True])
