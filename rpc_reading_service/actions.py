@@ -25,6 +25,14 @@ class ConnectData(NamedTuple):
     """Its shared memory."""
 
 
+class SendData(NamedTuple):
+    """Send a message to a worker by its data channel."""
+
+    worker: int
+    attempt: int
+    message: Message
+
+
 class DisconnectData(NamedTuple):
     """The worker behind this data channel is gone."""
 
@@ -67,4 +75,6 @@ class FailToConnect(NamedTuple):
     addresses: list[str]
 
 
-Action: TypeAlias = Send | ConnectData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
+Action: TypeAlias = (
+    Send | ConnectData | SendData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
+)

@@ -30,6 +30,7 @@ from rpc_reading_service.actions import (
     FailToConnect,
     Reconnect,
     Send,
+    SendData,
 )
 from rpc_reading_service.errors import (
     AddressError,
@@ -272,10 +273,10 @@ class Client:
                 self._waker.wake()
 
     def _report_consumption(self) -> None:
-        """Whoever is waited for must know of all the room that it has."""
+        """Whoever is waited for must have room."""
         consumed = self._merge.consumed
-        behind = [w for w in self._merge.unfinished if self._reported[w] != consumed[w]]
-        if sum([self._give_credit(worker) for worker in behind]):
+        full = [w for w in self._merge.awaited if not self._meters[w].leaves_room(consumed[w] - self._reported[w])]
+        if sum([self._give_credit(worker) for worker in full]):
             self._waker.wake()
 
     def _give_credit(self, worker: int) -> bool:
@@ -496,7 +497,7 @@ class _IOThread:
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}
-        self._endpoints: dict[tuple[int, int], str] = {}
+        self._connections: dict[tuple[int, int], transport.DataConnection] = {}
         self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
 
@@ -578,6 +579,10 @@ class _IOThread:
                     self._reconnect(action.address)
             case ConnectData():
                 self._connect_data(action)
+            case SendData():
+                connection = self._connections.get((action.worker, action.attempt))
+                if connection is not None:
+                    self._pull.send(connection, messages.encode(action.message))
             case DisconnectData():
                 self._disconnect(action.worker, action.attempt)
             case Reconnect():
@@ -594,12 +599,12 @@ class _IOThread:
             with self._client.lock:
                 return self._client.fail(ConnectError(no_shared_memory(action)))
         try:
-            endpoint = self._pull.connect(action.address, action.port)
+            connection = self._pull.connect(action.address, action.port)
         except AddressError as error:  # its name does not resolve any more
             with self._client.lock:
                 self._client.session.break_off(action.worker, action.attempt, str(error), time.monotonic())
         else:
-            self._endpoints[action.worker, action.attempt] = endpoint
+            self._connections[action.worker, action.attempt] = connection
 
     def _share_memory(self, action: ConnectData) -> bool:
         """False if that is insisted upon and cannot be had."""
@@ -659,13 +664,13 @@ class _IOThread:
         dealer.close()
 
     def _disconnect(self, worker: int, attempt: int) -> None:
-        endpoint = self._endpoints.pop((worker, attempt), None)
+        connection = self._connections.pop((worker, attempt), None)
         self._reader.forget(worker)
         self._reader.detach(worker, attempt)
         with self._client.lock:
             self._client.attachments.pop(worker, None)
-        if endpoint is not None:
-            self._pull.disconnect(endpoint)
+        if connection is not None:
+            self._pull.disconnect(connection)
 
     # Control messages.
 

@@ -35,7 +35,6 @@ from rpc_reading_service.messages import (
     CloseSession,
     ConnectFeed,
     CountedMessage,
-    Credit,
     Draining,
     FromClient,
     FromWorker,
@@ -394,7 +393,7 @@ class Daemon:
                 self._start_worker(session, message, payload or b"")
             case StopWorker():
                 self._stop_worker(session, message, now)
-            case ConnectFeed() | StartEpoch() | Credit() | Pause() | Resume() | Limit() | AskStack():
+            case ConnectFeed() | StartEpoch() | Pause() | Resume() | Limit() | AskStack():
                 self._relay_down(session, message, payload, now)
             case Heartbeat():
                 self._heartbeat(session, message)

@@ -311,7 +311,7 @@ class FeedOutlet:
 def _read_credit(frames: list[bytes]) -> Credit | None:
     """None for bytes that are no credit."""
     try:
-        message = messages.decode(frames[0], messages.ToWorker)
+        credit: Credit = messages.decode(frames[0], messages.ToWorkerData)
     except (msgspec.DecodeError, IndexError):
         return None
-    return message if isinstance(message, Credit) else None
+    return credit

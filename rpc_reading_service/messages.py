@@ -13,15 +13,16 @@ addressed to a worker, and what a worker answers, without a look at the payload.
       |  <-------------------------------------- WorkerReady | WorkerFailed ------  |
       | -- StartEpoch + seeds ------------------------------------------------->    |
       |  <======================== data channel ================================    |
-      | -- Credit ------------------------------------------------------------->    |
+      | ========================= Credit ====================================>    |
       |  <-- WorkerExited (what a dead process cannot say itself) --                |
       | -- CloseSession ------------------>   |                                     |
       |  <------------------ SessionClosed -- |                                     |
 
-Data channel, worker ROUTER -> client DEALER, whose routing id only those in the session know: ``[header]`` or
+Data channel, worker ROUTER -> client ROUTER, whose routing id only those in the session know: ``[header]`` or
 ``[header, body, ...]``, in the order of production, so that the end of a shard and an exception cannot overtake the
 batches before them. Small batches travel together; a large one is cut into ``Chunk`` messages, each of which is
 received straight into its place while the next is under way, and each of which is a sign of life on a slow link.
+``Credit`` goes the other way by the same connection.
 """
 
 from typing import Annotated, Any, TypeAlias
@@ -29,7 +30,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
@@ -325,7 +326,6 @@ FromClient: TypeAlias = (
     | StopWorker
     | ConnectFeed
     | StartEpoch
-    | Credit
     | Pause
     | Resume
     | Limit
@@ -344,7 +344,7 @@ FromDaemon: TypeAlias = (
     | Done
     | Stack
 )
-ToWorker: TypeAlias = ConnectFeed | StartEpoch | Credit | Pause | Resume | Limit | AskStack | StopWorker
+ToWorker: TypeAlias = ConnectFeed | StartEpoch | Pause | Resume | Limit | AskStack | StopWorker
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | Done | Stack
 
 
@@ -418,10 +418,12 @@ class ShardError(Data, frozen=True):
 
 
 FromWorkerData: TypeAlias = Opened | Batches | Large | Chunk | EndOfShard | ShardError
+ToWorkerData: TypeAlias = Credit
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (FromClient, FromDaemon, ToWorker, FromWorker, FromWorkerData)
+    kind: msgspec.msgpack.Decoder(kind)
+    for kind in (FromClient, FromDaemon, ToWorker, FromWorker, FromWorkerData, ToWorkerData)
 }
 
 

@@ -153,8 +153,10 @@ class CreditMeter:
     """
 
     def __init__(self, nbytes: int, count: int = 1) -> None:
+        self._nbytes = nbytes
         self._due_at = min(SMALL_WINDOW_BYTES, nbytes) // 4
         self._due_count = max(1, count // 2)
+        self._largest = 0
         self._since = 0
         self._count = 0
 
@@ -162,10 +164,19 @@ class CreditMeter:
         """Count a consumed batch; True if the worker should be told now."""
         self._since += batch_weight
         self._count += 1
+        if batch_weight > self._largest:
+            self._largest = batch_weight
         if self._since < self._due_at or self._count < self._due_count:
             return False
         self._since = self._count = 0
         return True
+
+    def leaves_room(self, untold: int) -> bool:
+        """Whether a worker that has not been told of its last ``untold`` batches may surely produce one more.
+
+        Provided that all that it has sent has been consumed: then its window holds those, none larger than the largest.
+        """
+        return not untold or (untold < self._due_count and (untold + 1) * self._largest <= self._nbytes)
 
 
 # Which versions fit together.

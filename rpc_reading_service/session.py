@@ -19,6 +19,7 @@ from rpc_reading_service.actions import (
     FailToConnect,
     Reconnect,
     Send,
+    SendData,
 )
 from rpc_reading_service.errors import (
     ConnectError,
@@ -534,7 +535,7 @@ class ClientSession:
         worker = self.workers[worker_id]
         if worker.state in (_S.RUNNING, _S.PAUSED) and worker_id in self._unfinished:
             message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed)
-            self._send(self.links[worker.address], message)
+            self._actions.append(SendData(worker_id, worker.attempt, message))
 
     # Requests to every worker: pause, resume, limit.
 

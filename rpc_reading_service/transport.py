@@ -584,26 +584,45 @@ def _secret_name(session: str, what: str) -> bytes:
     return b"s" + hashlib.sha256(f"{what} of {session}".encode()).digest()
 
 
-class Pull(_Reading):
-    """The client's data socket: every worker's stream arrives here.
+class DataConnection(NamedTuple):
+    """One of a client's connections."""
 
-    A DEALER that sends nothing; workers send to it by its name. It is not ``immediate``: libzmq 4.3.5 would drop what
-    has arrived by a connection that breaks, and end the process (``!_more``) if that was within a message.
+    endpoint: str
+    name: bytes
+    """By which it is sent to: for none but this connection, ever."""
+
+
+class Pull(_Reading):
+    """The client's data socket: every worker's stream arrives here, and what it is told goes back.
+
+    A ROUTER, so that each worker can be told something by itself; workers send to it by its name. It is not
+    ``immediate``: libzmq 4.3.5 would drop what has arrived by a connection that breaks, and end the process
+    (``!_more``) if that was within a message.
     """
 
     def __init__(self, context: "zmq.Context[Any]", session: str, pair: Pair | None) -> None:
-        self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
+        self._socket = _open(context, zmq.ROUTER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, "client")
+        self._connected = itertools.count(1)
 
-    def connect(self, address: str, port: int) -> str:
-        """To a worker's data port on its daemon's host; returns the endpoint for ``disconnect``."""
-        endpoint = _beside(address, port)
-        self._socket.connect(endpoint)
-        return endpoint
+    def connect(self, address: str, port: int) -> DataConnection:
+        """To a worker's data port on its daemon's host."""
+        connection = DataConnection(_beside(address, port), b"w%d" % next(self._connected))
+        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, connection.name)
+        self._socket.connect(connection.endpoint)
+        return connection
 
-    def disconnect(self, endpoint: str) -> None:
+    def receive(self) -> bytes | None:
+        """The first frame of the next message, after the name of its connection; None if nothing has arrived."""
+        return None if super().receive() is None else self.receive_frame()
+
+    def send(self, connection: DataConnection, frame: bytes) -> None:
+        """To one worker; nothing is sent if the connection is broken."""
+        _send(self._socket, [connection.name, frame])
+
+    def disconnect(self, connection: DataConnection) -> None:
         try:
-            self._socket.disconnect(endpoint)
+            self._socket.disconnect(connection.endpoint)
         except zmq.ZMQError as error:
             if error.errno != errno.ENOENT:  # what listens there broke the handshake, and libzmq has given it up
                 raise
@@ -710,14 +729,18 @@ class Push:
         """A descriptor, readable when something may have happened: the client has connected, or a stranger.
 
         Not the socket itself, as polling that costs a fifth of the CPU time of a batch of 32 B. Whatever is done with
-        the socket may take the descriptor's news with it, so that ``discard`` has to be called now and then.
+        the socket may take the descriptor's news with it, so that ``receive_all`` has to be called now and then.
         """
         return self._socket.fd
 
-    def discard(self) -> None:
-        """Take notice of who has connected, and drop what strangers have said."""
+    def receive_all(self) -> Iterator[bytes]:
+        """What the client says. Also takes notice of who has connected, and drops what strangers say."""
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._socket.recv(copy=False)
+            ours = self._socket.recv() == self._client
+            while self._socket.rcvmore:
+                frame = self._socket.recv()
+                if ours:
+                    yield frame
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False if the client is not connected, and nothing was sent; ``raw`` tells when it is."""

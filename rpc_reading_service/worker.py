@@ -50,6 +50,7 @@ from rpc_reading_service.messages import (
     StartWorker,
     StopWorker,
     ToWorker,
+    ToWorkerData,
     WorkerFailed,
     WorkerReady,
 )
@@ -392,9 +393,16 @@ class ClientOutlet:
 
     def pump(self) -> bool:
         moved = self._collect()
-        self._push.discard()
+        for frame in self._push.receive_all():
+            self._hear(frame)
         self._send()  # the client may be there now
         return moved
+
+    def _hear(self, frame: bytes) -> None:
+        try:
+            self._mailbox.command(messages.decode(frame, ToWorkerData), None)
+        except msgspec.DecodeError as error:
+            logger.error("! what the client sent cannot be read: %s", error)
 
     def _collect(self) -> bool:
         for _ in range(COLLECTIONS_PER_TURN):

@@ -184,7 +184,7 @@ class Fed:
         self.sent = self.feed.step(self.sent, NOW)
 
     def credits(self) -> list[Credit]:
-        return [messages.decode(frames[0], messages.ToWorker) for frames in self.wire.receive_all()]
+        return [messages.decode(frames[0], messages.ToWorkerData) for frames in self.wire.receive_all()]
 
 
 # ---------------------------------------------------------------------------------------------------- a worker's end

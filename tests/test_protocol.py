@@ -24,6 +24,7 @@ from rpc_reading_service.actions import (
     FailToConnect,
     Reconnect,
     Send,
+    SendData,
 )
 from rpc_reading_service.errors import (
     ConnectError,
@@ -280,7 +281,7 @@ def test_worker_and_consumer_never_wait_for_each_other(
     count: int, nbytes: int, sizes: list[int], moves: list[str]
 ) -> None:
     """Whatever the order of their moves, everything arrives, since a consumer that waits reports what it consumed."""
-    window, meter = Window(count, nbytes), CreditMeter(nbytes)
+    window, meter = Window(count, nbytes), CreditMeter(nbytes, count)
     to_send, flying, news = deque(sizes), deque[int](), deque[int]()
     consumed = reported = 0
 
@@ -295,7 +296,8 @@ def test_worker_and_consumer_never_wait_for_each_other(
                 if meter.consume(flying.popleft()):
                     reported = consumed
                     news.append(consumed)
-            case "consume" if reported != consumed:  # it waits: client._report_consumption
+            case "consume" if reported != consumed and not meter.leaves_room(consumed - reported):
+                # It waits: client._report_consumption.
                 reported = consumed
                 news.append(consumed)
             case "credit" if news:
@@ -883,7 +885,7 @@ def test_credit_goes_to_shards_that_have_more_to_send() -> None:
     played.session.shard_ended(1, played.now)
     played.session.credit(0, 4)
     played.session.credit(1, 4)
-    assert played.take() == [Credit(SESSION, 0, 0, 1, 4)]
+    assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, 4))]
 
 
 def test_credit_for_a_vacant_worker_waits_for_the_replay() -> None:
@@ -1734,7 +1736,7 @@ class SimDaemon:
                 self._world.by_port[worker.port] = worker
             case StopWorker():
                 self.bury((message.worker, message.attempt))
-            case _ if isinstance(message, ConnectFeed | StartEpoch | Credit | Pause | Resume):
+            case _ if isinstance(message, ConnectFeed | StartEpoch | Pause | Resume):
                 addressed = self.workers.get((message.worker, message.attempt))
                 if addressed is not None and (answer := addressed.obey(message, self._world.by_port)):
                     self.tell(answer)
@@ -1809,6 +1811,9 @@ class World:
             match action:
                 case Send():
                     self.daemons[action.address].inbox.append((self.connections[action.address], action.message))
+                case SendData():
+                    if (addressed := self.streams.get((action.worker, action.attempt))) is not None:
+                        addressed.obey(action.message, self.by_port)
                 case ConnectData():
                     worker = self.by_port[action.port]
                     if worker.alive:
@@ -1884,8 +1889,8 @@ class World:
         """The training loop asks for the next batch; if it has to wait, it reports what it has consumed."""
         item = self.merge.next()
         if isinstance(item, Signal):
-            for worker in self.merge.unfinished if item is Signal.PENDING else []:
-                if self.reported[worker] != self.merge.consumed[worker]:
+            for worker in self.merge.awaited if item is Signal.PENDING else []:
+                if not self.meters[worker].leaves_room(self.merge.consumed[worker] - self.reported[worker]):
                     self._give_credit(worker)
             self.act()
             return False

@@ -168,6 +168,33 @@ def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transp
     assert received(stranger) == []
 
 
+def test_a_worker_hears_its_client_and_no_stranger(context: Sockets, push: transport.Push) -> None:
+    stranger, pull = context.pull("f" * 32), context.pull(SESSION)
+    connections = [each.connect("127.0.0.1:1", push.port) for each in (stranger, pull)]
+    heard: list[bytes] = []
+    for _ in range(3):
+        stranger.send(connections[0], b"strange")
+    wait_until(lambda: push.send([b"hello"]), push.raw, pull.raw, stranger.raw)
+    pull.send(connections[1], b"credit")
+    wait_until(lambda: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw, stranger.raw)
+    assert heard == [b"credit"]
+
+
+def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
+    pushes = [context.push(SESSION, None, "127.0.0.1", [0]) for _ in range(2)]
+    pull = context.pull(SESSION)
+    connections = [pull.connect("127.0.0.1:1", push.port) for push in pushes]
+    for number, connection in enumerate(connections):
+        pull.send(connection, b"for %d" % number)
+    for number, push in enumerate(pushes):
+        heard: list[bytes] = []
+        wait_until(lambda push=push, heard=heard: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw)
+        assert heard == [b"for %d" % number]
+    pull.disconnect(connections[0])
+    pull.send(connections[0], b"nobody is there")
+    assert pull.connect("127.0.0.1:1", pushes[0].port).name not in [connection.name for connection in connections]
+
+
 def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told(
     context: Sockets, push: transport.Push, relay: Relay
 ) -> None:
@@ -176,7 +203,7 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
     pull.connect("127.0.0.1:1", relay.port)
     wait_until(lambda: push.send([b"one"]), push.raw, pull.raw)
     wait_until(lambda: received(pull) == [b"one"], pull.raw)
-    push.discard()
+    list(push.receive_all())
     relay.break_connections()
     wait_until(lambda: not push.send([b"lost"]), pull.raw)
     relay.let_in()
@@ -213,7 +240,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.send(bytes(4000))
     time.sleep(0.5)  # its own heartbeats come behind what nobody reads
 time.sleep(transport.HEARTBEAT_MS / 1000 + 1.0)
-push.discard()
+list(push.receive_all())
 print("alive")
 push.close()
 """
