@@ -59,6 +59,7 @@ from rpc_reading_service.messages import (
     WorkerFailed,
     WorkerMessage,
 )
+from rpc_reading_service.origin import Forked, Origin
 from rpc_reading_service.security import SECRET_BYTES, ServerKeys, Strangers
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,10 @@ STOPPED_S = 5.0
 
 MOST_UNSENT_BYTES = 64 << 20
 """So much may wait for a worker that does not read."""
+
+SHARED_GRAPH_BYTES = 16 << 20
+"""Of graphs from this size on, pickled, the workers of a host share one that is loaded; of smaller ones each loads its
+own, which costs less than another process."""
 
 MAX_SESSIONS = 1000
 MAX_GRAPH_BYTES = 4 << 30
@@ -136,6 +141,7 @@ class StoredGraph:
         self.nbytes = nbytes
         self.received = 0
         self.fd = os.memfd_create("rpc-reading-graph")
+        self.origin: Origin | None = None
         self._hash = hashlib.sha256()
 
     @property
@@ -153,7 +159,15 @@ class StoredGraph:
         self.received += len(data)
         return True
 
+    def load(self, forkserver: Any, limit: int | None) -> Origin | None:
+        """The process that loads a large graph for all workers, started if need be."""
+        if self.origin is None and self.nbytes >= SHARED_GRAPH_BYTES:
+            self.origin = Origin(forkserver, self.fd, limit)
+        return self.origin
+
     def close(self) -> None:
+        if self.origin is not None:
+            self.origin.close()
         os.close(self.fd)
 
 
@@ -162,7 +176,7 @@ class WorkerProcess:
     """One process, from its start until it is gone."""
 
     start: StartWorker
-    process: BaseProcess
+    process: BaseProcess | Forked
     channel: transport.Channel
     logbook: buffers.Logbook
     kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
@@ -349,8 +363,18 @@ class Daemon:
         if now >= self._check_at:
             self._check_at = now + TICK_S
             self._check_admitted()
+        for graph in self._graphs.values():
+            self._hear_origin(graph)
         for session in list(self._sessions.values()):
             self._look_after(session, now)
+
+    def _hear_origin(self, graph: StoredGraph) -> None:
+        if graph.origin is not None and graph.origin.loading:
+            graph.origin.listen()
+            if not graph.origin.loading:
+                self._poller.forget(graph.origin.raw)
+                logger.info("a graph of %.1f MB is %s", graph.nbytes / 1e6, graph.origin)
+                self._start_waiting()
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -540,9 +564,9 @@ class Daemon:
             return self._exited(session, message, f"was not started: {running} workers run already")
         if len(session.secret) != (0 if self.options.keys is None else SECRET_BYTES):
             return self._exited(session, message, "was not started: no key for its data port came with the request")
-        if not self._has_port():
-            return self._waiting.append((session, message))
         try:
+            if not self._has_port() or self._is_loading(session.graph):
+                return self._waiting.append((session, message))
             worker = self._launch(session, message)
         except (OSError, EOFError) as error:  # no descriptors; or no memory, at which the forkserver ends
             return self._exited(session, message, f"was not started: {error or 'the forkserver ended'}")
@@ -556,8 +580,17 @@ class Daemon:
         ports = self.options.data_ports
         return 0 in ports or len(ports) > sum(len(session.workers) for session in self._sessions.values())
 
+    def _is_loading(self, graph: StoredGraph | None) -> bool:
+        """Whether the workers will be forked, when the graph is loaded."""
+        assert graph is not None
+        new = graph.origin is None
+        origin = graph.load(self._forkserver, self.options.worker_memory)
+        if origin is not None and new:
+            self._poller.watch(origin.raw)
+        return origin is not None and origin.loading
+
     def _start_waiting(self) -> None:
-        """A process is gone, and its port is free."""
+        """A process is gone, and its port is free; or a graph is loaded."""
         waiting, self._waiting = self._waiting, []
         for session, message in waiting:
             if session.ending is None:
@@ -574,21 +607,19 @@ class Daemon:
             theirs.callback(os.close, logbook_fd)
             logbook = buffers.Logbook(logbook_fd)
             ours.callback(logbook.close)
-            process = self._forkserver.Process(
-                target=_worker,
-                args=(
-                    far,
-                    DupFd(session.graph.fd),
-                    DupFd(logbook_fd),
-                    message,
-                    self.options.host,
-                    self.options.data_ports,
-                    session.secret,
-                    self.options.worker_memory,
-                ),
-                name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
-            )
-            process.start()
+            options = self.options
+            args = message, options.host, options.data_ports, session.secret, options.worker_memory
+            process: BaseProcess | Forked
+            origin = session.graph.origin
+            if origin is not None and origin.loaded:
+                process = origin.fork(args, far.fileno(), logbook_fd)
+            else:
+                process = self._forkserver.Process(
+                    target=_worker,
+                    args=(far, DupFd(session.graph.fd), DupFd(logbook_fd), *args),
+                    name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
+                )
+                process.start()
             ours.pop_all()
         return WorkerProcess(message, process, channel, logbook)
 
@@ -738,6 +769,8 @@ class Daemon:
         if graph is not None and not any(other.graph is graph for other in self._sessions.values()):
             if self._graphs.get(graph.digest) is graph:
                 del self._graphs[graph.digest]
+            if graph.origin is not None and graph.origin.loading:
+                self._poller.forget(graph.origin.raw)
             graph.close()
         logger.info("= %s is closed", session)
         if not session.ending:
@@ -772,11 +805,11 @@ def describe_exit(code: int, memory: int | None = None) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _worker(*args: Any) -> None:
+def _worker(connection: Any, graph_fd: Any, logbook_fd: Any, *args: Any) -> None:
     # Imported here, in the new process, where the forkserver has it ready: the daemon itself needs no torch.
     from rpc_reading_service import worker
 
-    worker.main(*args)
+    worker.main(connection, lambda: worker.unpickle(graph_fd.detach()), logbook_fd.detach(), *args)
 
 
 def _share_a_hash_seed() -> None:

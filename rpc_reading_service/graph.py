@@ -560,17 +560,31 @@ def _is_told_to_end(prefetcher: Prefetcher) -> bool:
     return thread is not None and thread.is_alive() and (state is None or state.stop_iteration)
 
 
-def load(data: Any, num_workers: int, worker_id: int, elements: Callable[[], Iterator[Any]]) -> Shard:
-    """Unpickle a graph and take the shard of one worker, or, for the id after the last, of the dispatching worker.
+Parts: TypeAlias = tuple[DataPipe, DataPipe | None, InitFn | None, ResetFn | None]
+"""What runs remotely: the graph, the part of the dispatching worker, ``worker_init_fn`` and ``worker_reset_fn``."""
+
+
+def unpickle(data: Any) -> Parts:
+    """What was dumped.
+
+    Raises:
+        Exception: whatever the user's modules raise
+    """
+    parts: Parts = pickle.loads(data)
+    return parts
+
+
+def load(parts: Parts, num_workers: int, worker_id: int, elements: Callable[[], Iterator[Any]]) -> Shard:
+    """Take the shard of one worker from a graph, or, for the id after the last, that of the dispatching worker.
 
     Args:
         elements: what the dispatching worker sends, for a graph that has one
 
     Raises:
-        Exception: whatever the user's modules and ``worker_init_fn`` raise
+        Exception: whatever ``worker_init_fn`` raises
     """
     torch.utils.data.graph.pickle = _Tracing  # type: ignore[assignment, attr-defined]
-    branch, dispatching, init_fn, reset_fn = pickle.loads(data)
+    branch, dispatching, init_fn, reset_fn = parts
     if worker_id == num_workers:
         return Shard(dispatching, WorkerInfo(num_workers, 0), reset_fn, shared_seeds=True)
     info = WorkerInfo(num_workers, worker_id)

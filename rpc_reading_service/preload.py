@@ -15,7 +15,7 @@ __all__ = ["cli", "worker"]
 def _look_through_a_graph() -> None:
     pipe = IterableWrapper([]).sharding_filter()
     data = graph.dump(graph.split(pipe, IterableWrapper([])), None, None, ()).data
-    graph.load(data, 1, 0, lambda: iter(()))
+    graph.load(graph.unpickle(data), 1, 0, lambda: iter(()))
 
 
 _look_through_a_graph()

@@ -526,24 +526,35 @@ class IOThread:
 
 def main(
     connection: "Connection[Any, Any]",
-    graph_fd: Any,
-    logbook_fd: Any,
+    unpickle: Callable[[], graph.Parts],
+    logbook_fd: int,
     start: StartWorker,
     host: str,
     ports: Sequence[int],
     secret: bytes,
     limit: int | None,
 ) -> None:
-    """Entry point of the process, called by multiprocessing's forkserver."""
-    _become_worker(start)
+    """Entry point of the process.
+
+    Args:
+        connection: to the daemon
+        unpickle: gives the graph
+        logbook_fd: what this worker is at, for the daemon
+        start: which worker this is
+        host, ports: where its data port may be bound
+        secret: of the session, with keys
+        limit: bytes of memory that it may use
+    """
+    become_worker()
+    threading.current_thread().name = f"worker-{start.worker}"
     if limit is not None:
-        _limit_memory(limit)
+        limit_memory(limit)
     channel = transport.Channel(connection)
     reply = Reply(channel)
     try:
-        logbook = buffers.Logbook(logbook_fd.detach())
+        logbook = buffers.Logbook(logbook_fd)
         logbook.idle()
-        runner = _build(channel, reply, _map(graph_fd.detach()), logbook, start, host, ports, secret, limit)
+        runner = _build(channel, reply, unpickle, logbook, start, host, ports, secret, limit)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))
         reply(failed, codec.encode_error(error))
@@ -554,7 +565,7 @@ def main(
 def _build(
     channel: transport.Channel,
     reply: Reply,
-    graph_data: Any,
+    unpickle: Callable[[], graph.Parts],
     logbook: buffers.Logbook,
     start: StartWorker,
     host: str,
@@ -585,7 +596,7 @@ def _build(
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     if memory is not None:
         inplace.lend_from(memory.lend)
-    shard = graph.load(graph_data, start.num_workers, start.worker, feed.elements)
+    shard = graph.load(unpickle(), start.num_workers, start.worker, feed.elements)
     kind = DispatchRunner if dispatching else Runner
     io.runner = kind(shard, mailbox, reply, start, feed, logbook, memory, limit)
     offer = None if memory is None else memory.offer
@@ -599,17 +610,17 @@ def _take_back(memory: segments.Segments, parcel: Parcel) -> None:
             memory.take_back(buffer)
 
 
-def _become_worker(start: StartWorker) -> None:
+def become_worker() -> None:
+    """What a process that runs user code needs, and does not inherit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the daemon's terminal is the daemon's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     buffers.tune_malloc()
     torch.set_num_threads(1)
-    threading.current_thread().name = f"worker-{start.worker}"
 
 
-def _limit_memory(nbytes: int) -> None:
+def limit_memory(nbytes: int) -> None:
     """Let allocations fail in this process beyond what it has now and so much more, before the system kills somebody.
 
     What counts is the process's own writable memory (``RLIMIT_DATA``): heap and private mappings, not its libraries and
@@ -617,13 +628,14 @@ def _limit_memory(nbytes: int) -> None:
     """
     with open("/proc/self/status") as status:
         (now,) = [int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")]
-    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, now + nbytes))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, hard))
 
 
-def _map(fd: int) -> Any:
-    """The graph's bytes, shared with every worker that maps them."""
-    with os.fdopen(fd, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def unpickle(fd: int) -> graph.Parts:
+    """The graph, from bytes that every process shares which maps them; closes the descriptor."""
+    with os.fdopen(fd, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return graph.unpickle(data)
 
 
 def warm_up() -> None:
