@@ -1,5 +1,6 @@
 """``RPCReadingService``: torchdata's calls turned into the client's."""
 
+import functools
 import os
 import secrets
 import socket
@@ -33,6 +34,9 @@ from rpc_reading_service.session import SessionOptions
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 KEYS_VARIABLE = "RPC_READING_KEYS"
 MAX_PREFETCH_BYTES = 2 << 30
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: locked for every device; from CUDA's driver_types.h."""
 
 _INITIALIZED = {
     "_daemons",
@@ -268,8 +272,10 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         own_daemons = self._daemons is not None
         keys = options.keys_for_session(own_daemons)
         session = options.for_session(payload, own_daemons, encrypted=keys is not None)
-        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys)
-        source.pin = _pin if options.pin_memory and _can_pin() else None
+        pins = options.pin_memory and _can_pin()
+        page_lock = functools.partial(_lock_pages, torch.cuda.current_device()) if pins else None
+        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys, page_lock)
+        source.pin = _pin if pins else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
         self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons)
@@ -488,7 +494,16 @@ def _can_pin() -> bool:
     return torch.cuda.is_available()
 
 
+def _lock_pages(device: int, address: int, nbytes: int) -> Callable[[], object] | None:
+    """Page-lock memory in which batches land, so that ``_pin`` need not copy them; called by the I/O thread."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        failed = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
+    return None if failed else functools.partial(cudart.cudaHostUnregister, address)
+
+
 def _pin(batch: Any) -> Any:
+    """What lies in locked pages stays where it is."""
     return pin_memory_fn(batch, torch.cuda.current_device())
 
 
