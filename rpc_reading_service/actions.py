@@ -46,6 +46,16 @@ class Reconnect(NamedTuple):
     address: str
 
 
+class Leave(NamedTuple):
+    """The daemon is not needed any more: close its socket."""
+
+    address: str
+
+
+class Resolve(NamedTuple):
+    """Ask which addresses the names have now; the answer is ``ClientSession.resolved``."""
+
+
 class Drop(NamedTuple):
     """Go on without the rest of this shard in this epoch."""
 
@@ -76,5 +86,15 @@ class FailToConnect(NamedTuple):
 
 
 Action: TypeAlias = (
-    Send | ConnectData | SendData | DisconnectData | Reconnect | Drop | Fail | FailRemotely | FailToConnect
+    Send
+    | ConnectData
+    | SendData
+    | DisconnectData
+    | Reconnect
+    | Leave
+    | Resolve
+    | Drop
+    | Fail
+    | FailRemotely
+    | FailToConnect
 )

@@ -28,7 +28,9 @@ from rpc_reading_service.actions import (
     Fail,
     FailRemotely,
     FailToConnect,
+    Leave,
     Reconnect,
+    Resolve,
     Send,
     SendData,
 )
@@ -55,6 +57,7 @@ from rpc_reading_service.messages import (
     ShardError,
     Stack,
 )
+from rpc_reading_service.resolver import Resolver
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import ClientSession, SessionOptions
 from rpc_reading_service.stream import Arrival, StreamReader
@@ -130,6 +133,7 @@ class Client:
         self._closed = False
         self._last_arrival = 0.0
         self._waker = transport.Waker()
+        self._resolver = Resolver(options.names, self._waker.wake)
         self._io = _IOThread(self)
 
     def __repr__(self) -> str:
@@ -144,8 +148,9 @@ class Client:
             ConnectError, VersionError, SlotsError, AddressError: see ``errors``
             Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there
         """
+        found = self._resolver.first(Deadline(self._options.connect_timeout))
         with self._changed:
-            self._session.open(time.monotonic())
+            self._session.open(time.monotonic(), found)
         self._io.start()
         deadline = Deadline(self._options.timeout)
         with self._changed:
@@ -442,6 +447,10 @@ class Client:
     def waker(self) -> transport.Waker:
         return self._waker
 
+    @property
+    def resolver(self) -> Resolver:
+        return self._resolver
+
     def fail(self, error: BaseException) -> None:
         """The session cannot go on: whoever waits, or comes next, is told."""
         if self._error is None and not self._closed:
@@ -555,6 +564,9 @@ class _IOThread:
         now = time.monotonic()
         with self._client.lock:
             self._client.close_session()
+            addresses = self._client.resolver.take()
+            if addresses is not None:
+                self._client.session.resolved(addresses, now)
             if now >= self._tick_at:  # and not for every message
                 self._client.session.tick(now)
                 self._tick_at = now + LEAST_TICK_S
@@ -590,6 +602,10 @@ class _IOThread:
                 self._disconnect(action.worker, action.attempt)
             case Reconnect():
                 self._reconnect(action.address)
+            case Leave():
+                self._forget(action.address)
+            case Resolve():
+                self._client.resolver.ask()
             case FailToConnect():
                 if not self._client.failed:
                     self._fail_to_connect(action)

@@ -54,6 +54,8 @@ class Link:
     """One daemon, as the client sees it; times are those of the client's clock, in seconds."""
 
     address: str
+    by_name: bool = False
+    """Whether a name has this address, or had it, and the user did not give it."""
     state: LinkState = LinkState.GREETING
     heard: float = 0.0
     """When anything came from it."""

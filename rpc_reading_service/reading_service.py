@@ -20,7 +20,7 @@ from torchdata.dataloader2.reading_service import CheckpointableReadingServiceIn
 from torchdata.datapipes.iter import IterDataPipe
 from torchdata.datapipes.utils import pin_memory_fn
 
-from rpc_reading_service import checkpoint, graph, transport
+from rpc_reading_service import checkpoint, graph, resolver, transport
 from rpc_reading_service.client import WARN_AFTER_S, Client
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.errors import AddressError, ClosedError, GraphError, GraphPickleError
@@ -84,10 +84,15 @@ class Options:
             return None
         return Pool(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
-    def check_ranks(self, own_daemons: bool) -> None:
-        """Ranks with different numbers of shards would get overlapping data: torchdata's sharding assumes one."""
+    def check_ranks(self, own_daemons: bool, by_name: bool = False) -> None:
+        """Ranks with different numbers of shards would get overlapping data: torchdata's sharding assumes one.
+
+        Args:
+            own_daemons: whether each rank has started its own
+            by_name: whether each rank takes the daemons that a name stands for when it asks
+        """
         agreed = self.num_workers is not None or isinstance(self.workers, int)
-        if _is_distributed() and not agreed and (own_daemons or not self.share_workers):
+        if _is_distributed() and not agreed and (own_daemons or by_name or not self.share_workers):
             raise ValueError(
                 "in a distributed training every rank must have as many workers: give num_workers, the same on each"
             )
@@ -105,10 +110,13 @@ class Options:
         folder = self.keys or os.environ.get(KEYS_VARIABLE)
         return CurveKeys.load(folder) if folder else None
 
-    def for_session(self, payload: graph.Payload, own_daemons: bool, encrypted: bool) -> SessionOptions:
+    def for_session(
+        self, payload: graph.Payload, names: Sequence[str], own_daemons: bool, encrypted: bool
+    ) -> SessionOptions:
         """What the client needs of them, for one session with this graph.
 
         Args:
+            names: addresses that stand for every daemon of a name
             own_daemons: whether the daemons were started here, for this session alone
             encrypted: whether the session needs a key of its own
         """
@@ -128,6 +136,7 @@ class Options:
             dispatching=payload.dispatching,
             pool=None if own_daemons else self._pool(),
             transport=self.transport,
+            names=names,
             secret=Pair.new().raw if encrypted else b"",
         )
 
@@ -138,8 +147,9 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     The batches, and their order, are those of ``MultiProcessingReadingService`` with as many workers.
 
     Args:
-        workers: addresses of the daemons, a list or a comma-separated string of ``host:port``; an int starts that many
-            workers on this machine; None takes the addresses in ``RPC_READING_WORKERS``, and if there are none starts
+        workers: addresses of the daemons, a list or a comma-separated string of ``host:port``, or of ``dns://name:port``
+            for every address that the name has, asked again at each epoch; an int starts that many workers on this
+            machine; None takes the addresses in ``RPC_READING_WORKERS``, and if there are none starts
             one worker per core on this machine
         num_workers: number of shards; by default all slots that the daemons have free
         worker_prefetch_cnt: batches per worker that may be in flight or waiting; small ones may be more, up to 256 KiB
@@ -267,11 +277,13 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
                 "none: use 'recover' or 'raise'"
             )
         payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
-        options.check_ranks(own_daemons=False)
-        addresses = self._addresses(options, extra=payload.dispatching)
+        workers = self._addresses(options, extra=payload.dispatching)
+        names = [worker for worker in workers if resolver.is_name(worker)]
+        options.check_ranks(own_daemons=False, by_name=bool(names))
+        addresses = [worker for worker in workers if worker not in names]
         own_daemons = self._daemons is not None
         keys = options.keys_for_session(own_daemons)
-        session = options.for_session(payload, own_daemons, encrypted=keys is not None)
+        session = options.for_session(payload, names, own_daemons, encrypted=keys is not None)
         pins = options.pin_memory and _can_pin()
         page_lock = functools.partial(_lock_pages, torch.cuda.current_device()) if pins else None
         client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys, page_lock)
@@ -555,7 +567,7 @@ def _parse_addresses(addresses: Sequence[str], name: str) -> list[str]:
     for address in addresses:
         if not isinstance(address, str):
             raise TypeError(f"{name}: a worker address must be a string such as 'cpu1:5555', not {address!r}")
-        parsed.append(transport.join_address(*transport.split_address(address.strip())))
+        parsed.append(resolver.normalize(address.strip()))
     if not parsed:
         raise AddressError(f"{name} is empty: name at least one host:port, or leave it out for local workers")
     repeated = sorted({address for address in parsed if parsed.count(address) > 1})

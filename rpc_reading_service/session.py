@@ -17,7 +17,9 @@ from rpc_reading_service.actions import (
     Fail,
     FailRemotely,
     FailToConnect,
+    Leave,
     Reconnect,
+    Resolve,
     Send,
     SendData,
 )
@@ -81,6 +83,9 @@ START_WITHOUT_S = 3.0
 DROPPED_S = 3.0
 """How long a daemon has to be heard again after its connection broke."""
 
+RESOLVE_S = 10.0
+"""How often the names are resolved anew while a shard has no place: the daemon in the place of a lost one is new."""
+
 HELLO_S = 1.0
 """How often a Hello is repeated to a daemon that does not answer."""
 
@@ -100,7 +105,7 @@ MAX_RESTART_S = 5.0
 NO_REQUEST = 0
 """Number of a request that nobody waits for."""
 
-_S, _E = WorkerState, WorkerEvent
+_S, _E, _L = WorkerState, WorkerEvent, LinkState
 
 _REFUSALS = {
     "version": VersionError,
@@ -133,6 +138,8 @@ class SessionOptions:
     dispatching: bool = False
     pool: Pool | None = None
     transport: str = "auto"
+    names: Sequence[str] = ()
+    """``dns://name:port`` each; see ``resolver``."""
     secret: bytes = field(default=b"", repr=False)
     """With keys: the session's own secret key, for its workers."""
 
@@ -197,6 +204,7 @@ class ClientSession:
         self._standing: dict[type[Message], tuple[bytes, tuple[object, ...]]] = {}
         self._started = 0.0
         self._ticked = 0.0
+        self._asked_names = 0.0
         self._actions: list[Action] = []
 
     def __repr__(self) -> str:
@@ -225,9 +233,11 @@ class ClientSession:
 
     # Open: greet every daemon, hold slots, place the shards.
 
-    def open(self, now: float) -> None:
-        """Greet every daemon."""
+    def open(self, now: float, found: Iterable[str] = ()) -> None:
+        """Greet every daemon, and those found by name, which come last."""
         self._started = self._ticked = now
+        for address in found:
+            self.links.setdefault(address, Link(address, by_name=True))
         for link in self.links.values():
             link.fresh = now
             self._greet(link, now)
@@ -243,11 +253,13 @@ class ClientSession:
         link.boot, link.host = message.boot, message.host
         link.slots, link.free, link.sessions = message.slots, message.free, message.sessions
         link.ticket, link.rejected = message.ticket, False
+        if self._leave_twin(link):
+            return
         for name, text in compare_versions(self.options.versions, message.versions):
             logger.warning("%s: %s differs: %s; results may differ too", link.address, name, text)
         if self.workers:
-            # A daemon that was lost may still run what we gave up on: end that before we use it again.
-            self._send(link, CloseSession(self.options.session))
+            if link.was_open:  # it was lost, and may still run what we gave up on: end that before we use it again
+                self._send(link, CloseSession(self.options.session))
             self._place_vacant(now)
         else:
             self._proceed(now)
@@ -272,10 +284,49 @@ class ClientSession:
 
     def _suffices(self) -> bool:
         """Whether the daemons that have answered have slots for all that was asked for."""
-        if self.options.num_workers is None or self.options.pool is not None:
+        if self.options.pool is not None:
             return False
         free = sum(link.free for link in self.links.values() if link.state is not LinkState.GREETING)
+        if self.options.num_workers is None:  # a name may still have the address of a daemon that has ended
+            silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+            return free > self.options.dispatching and all(link.by_name for link in silent)
         return self._wanted is not None or free >= self.options.num_workers + self.options.dispatching
+
+    def _leave_twin(self, link: Link) -> bool:
+        """One daemon may have two addresses, as a name in IPv4 and in IPv6: use one. Whether it is the other one."""
+        same = [other for other in self.links.values() if other.boot == link.boot and other.state is not _L.GREETING]
+        spare = [other for other in same if other.by_name and not other.in_use]
+        if len(same) < 2 or not spare:
+            return False
+        self._leave(spare[-1])
+        return spare[-1] is link
+
+    def _leave(self, link: Link) -> None:
+        del self.links[link.address]
+        (self._wanted or {}).pop(link.address, None)
+        self._actions.append(Leave(link.address))
+
+    # Names: which daemons there are may change while the session lasts.
+
+    def _ask_names(self, now: float) -> None:
+        self._asked_names = now
+        if self.options.names:
+            self._actions.append(Resolve())
+
+    def resolved(self, addresses: Sequence[str], now: float) -> None:
+        """What the names stand for now: greet who is new, leave who is not named any more and does not answer."""
+        if self.closed:
+            return
+        for address in addresses:
+            if address not in self.links:
+                link = self.links[address] = Link(address, by_name=True, fresh=now)
+                self._actions.append(Reconnect(address))
+                self._greet(link, now)
+        placed = {worker.address for worker in self.workers}
+        for link in list(self.links.values()):
+            gone = link.by_name and link.address not in addresses and link.state is LinkState.GREETING
+            if gone and self.workers and link.address not in placed:
+                self._leave(link)
 
     def _shares(self) -> dict[str, int]:
         """Slots to hold on each daemon: all that are free, or as many as wanted dealt out one by one."""
@@ -303,6 +354,7 @@ class ClientSession:
 
     def _open(self, link: Link, slots: int, now: float) -> None:
         link.change(LinkEvent.ASK)
+        link.was_open = True
         link.heard = now  # silence counts from here
         link.wanted = slots
         self._ask_for_slots(link, now)
@@ -330,7 +382,6 @@ class ClientSession:
         if link.state is not LinkState.OPENING:
             return
         link.change(LinkEvent.OPENED)
-        link.was_open = True
         link.boot = ""  # the next heartbeat tells; the daemon may have been restarted since it was greeted
         link.held = message.slots
         link.has_graph = message.has_graph  # a daemon that was restarted meanwhile has lost it
@@ -372,7 +423,9 @@ class ClientSession:
 
     def receive(self, address: str, message: FromDaemon, payload: bytes | None, now: float) -> None:
         """One control message has arrived."""
-        link = self.links[address]
+        link = self.links.get(address)
+        if link is None:
+            return  # it was left a moment ago
         link.heard, link.dropped = now, None
         self._handle(link, message, payload, now)
         link.received += isinstance(message, SessionMessage)
@@ -501,6 +554,7 @@ class ClientSession:
 
     def start_epoch(self, seeds: Sequence[bytes], now: float, epoch: int | None = None) -> int:
         """Every shard begins the next epoch with its own pickled seeds; returns the epoch's number."""
+        self._ask_names(now)
         self._move_from_draining(range(len(self.workers)), now)
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._seeds = list(seeds)
@@ -698,7 +752,9 @@ class ClientSession:
 
     def link_dropped(self, address: str, now: float) -> None:
         """The connection broke: unless the daemon is heard again soon, it is lost."""
-        link = self.links[address]
+        link = self.links.get(address)
+        if link is None:
+            return
         if link.state is LinkState.OPENING:
             link.dropped = now
             self._ask_for_slots(link, now)
@@ -712,7 +768,8 @@ class ClientSession:
 
     def link_rejected(self, address: str) -> None:
         """No connection comes about, as the two ends do not agree on their keys: nobody need wait for this daemon."""
-        self.links[address].rejected = True
+        if address in self.links:
+            self.links[address].rejected = True
 
     def _drain(self, link: Link, message: Draining, now: float) -> None:
         logger.warning("%s is ending within %g s: %s", link.address, message.grace, message.reason)
@@ -755,7 +812,9 @@ class ClientSession:
             self._lose_link(link, f"ended the session: {message.reason}", now)
 
     def _heartbeat(self, link: Link, message: HeartbeatReply, now: float) -> None:
-        link.boot = link.boot or message.boot
+        if not link.boot:
+            link.boot = message.boot
+            self._leave_twin(link)
         if link.state is not LinkState.OPEN:
             return
         if message.boot != link.boot:
@@ -806,6 +865,8 @@ class ClientSession:
                 self._actions.append(FailToConnect([link.address for link in silent]))
             return
         self._place_vacant(now)
+        if now - self._asked_names >= RESOLVE_S and any(worker.state is _S.VACANT for worker in self.workers):
+            self._ask_names(now)
         for worker in self.workers:
             if worker.state is _S.STARTING and worker.port and now - worker.since > self.options.connect_timeout:
                 reason = (

@@ -483,6 +483,15 @@ def test_without_sharing_a_rank_uses_all_the_daemons_that_it_is_given(two_ranks:
         assert sorted(chain(*map(elements, epoch))) == list(range(N))
 
 
+def test_ranks_that_may_see_different_daemons_must_say_how_many_workers_they_have(
+    two_ranks: Ranks, daemons: list[str]
+) -> None:
+    text = "in a distributed training every rank must have as many workers: give num_workers, the same on each"
+    for workers, options in (["dns://workers.invalid:5555"], {}), (daemons[:1], {"share_workers": False}):
+        told = two_ranks.run(refusal, workers, **options)
+        assert [(error, words) for error, words, _ in told] == [(ValueError.__name__, text)] * 2
+
+
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"kind": "dispatched"}], ids=str)
 def test_a_pool_that_is_too_small_is_refused_on_every_rank_at_once(
     three_ranks: Ranks, daemons: list[str], options: dict[str, Any]

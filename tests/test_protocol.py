@@ -22,7 +22,9 @@ from rpc_reading_service.actions import (
     Fail,
     FailRemotely,
     FailToConnect,
+    Leave,
     Reconnect,
+    Resolve,
     Send,
     SendData,
 )
@@ -96,6 +98,7 @@ from rpc_reading_service.session import (
     MAX_LOSSES,
     MAX_RESTART_S,
     NO_REQUEST,
+    RESOLVE_S,
     SILENCE_S,
     START_WITHOUT_S,
     ClientSession,
@@ -424,11 +427,17 @@ def options(**changes: Any) -> SessionOptions:
 class Played:
     """A session whose daemons are played by the test, message by message."""
 
-    def __init__(self, *addresses: str, progress: dict[int, tuple[int, int]] | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        *addresses: str,
+        found: Sequence[str] = (),
+        progress: dict[int, tuple[int, int]] | None = None,
+        **changes: Any,
+    ) -> None:
         self.now = 100.0
         self.progress = progress or {}
         self.session = ClientSession(addresses, options(**changes), lambda worker: self.progress.get(worker, (0, 0)))
-        self.session.open(self.now)
+        self.session.open(self.now, found)
 
     def receive(self, address: str, message: Any, payload: bytes | None = None) -> None:
         self.session.receive(address, message, payload, self.now)
@@ -829,6 +838,145 @@ def test_a_daemon_greeted_in_vain_is_greeted_through_a_fresh_socket() -> None:
     assert [type(each) for each in played.take()] == [Reconnect]
     played.tick(HELLO_S)
     assert [type(each) for each in played.take()] == [Hello]
+
+
+# Daemons that are found by name.
+
+TWIN = "1" * 32
+
+
+def by_name(*slots: int, **changes: Any) -> Played:
+    """As ``started``, with daemons a, b, ... that a name had at first, a boot identifier for each."""
+    played = Played(found="abc"[: len(slots)], names=["dns://workers:5555"], **changes)
+    for number, (address, count) in enumerate(zip("abc", slots, strict=False)):
+        played.welcome(address, count, boot=str(number) * 32)
+    for address in asked(played):
+        played.opened(address, played.session.links[address].wanted)
+    for worker in played.session.workers:
+        played.ready(worker.worker)
+    played.take()
+    return played
+
+
+def test_names_are_resolved_at_each_epoch_and_while_a_shard_has_no_place() -> None:
+    played = by_name(1)
+    for epoch in 1, 2:
+        played.session.start_epoch([b"seeds"], played.now)
+        assert played.take(Resolve) == [Resolve()], epoch
+    for _ in range(int(RESOLVE_S) + 1):
+        played.tick(1.0)
+        played.beat("a", boot="0" * 32)
+    assert played.take(Resolve) == []
+    played.receive("a", SessionClosed(SESSION, "over"))
+    played.tick(0.1)
+    assert played.take(Resolve) == [Resolve()]
+    played.tick(RESOLVE_S - 0.1)
+    assert played.take(Resolve) == []
+    played.tick(0.1)
+    assert played.take(Resolve) == [Resolve()]
+
+
+def test_without_names_nothing_is_resolved() -> None:
+    assert running(1).session.start_epoch([b"seeds"], 100.0)
+    played = running(1)
+    played.session.start_epoch([b"seeds"], played.now)
+    assert played.take(Resolve) == []
+
+
+def test_an_address_that_a_name_has_now_is_used_for_the_next_loss() -> None:
+    played = by_name(1)
+    played.session.resolved(["a", "b"], played.now)
+    assert [type(each) for each in played.take()] == [Reconnect, Hello]
+    played.welcome("b", boot=TWIN)
+    assert played.take() == []
+    played.receive("a", SessionClosed(SESSION, "over"))
+    assert asked(played) == ["b"]
+
+
+def test_an_address_that_a_name_has_no_more_is_left_once_nobody_answers_there() -> None:
+    played = by_name(1, 1, num_workers=1)
+    played.session.resolved(["b"], played.now)
+    assert played.take(Leave) == []
+    assert played.places() == ["a"]
+    played.receive("a", SessionClosed(SESSION, "over"))
+    played.session.resolved(["b"], played.now)
+    assert played.take(Leave) == []  # it is where the shard was, which has no other place yet
+    played.opened("b")
+    played.session.resolved(["b"], played.now)
+    assert played.take(Leave) == [Leave("a")]
+    played.welcome("a")
+    played.session.link_dropped("a", played.now)
+    played.session.link_rejected("a")
+    assert list(played.session.links) == ["b"]
+
+
+def test_an_address_that_the_user_gave_is_never_left() -> None:
+    played = running(1)
+    played.receive("a", SessionClosed(SESSION, "over"))
+    played.session.resolved([], played.now)
+    assert list(played.session.links) == ["a"]
+
+
+def test_a_closed_session_meets_nobody() -> None:
+    played = by_name(1)
+    played.session.close(played.now)
+    played.session.resolved(["b"], played.now)
+    assert list(played.session.links) == ["a"]
+
+
+@pytest.mark.parametrize(("found", "starts"), [("ab", True), ("a", False)])
+def test_of_the_addresses_of_a_name_those_that_do_not_answer_are_not_waited_for(found: str, starts: bool) -> None:
+    played = Played(*({"a", "b"} - set(found)), found=found, names=["dns://workers:5555"])
+    played.welcome("a", 2)
+    played.tick(START_WITHOUT_S + 0.1)
+    assert [message.slots for message in played.take(OpenSession)] == [2] * starts
+
+
+def test_a_name_whose_addresses_have_no_free_slot_is_waited_for() -> None:
+    played = Played(found="ab", names=["dns://workers:5555"])
+    played.welcome("a", 2, free=0)
+    played.tick(START_WITHOUT_S + 0.1)
+    assert played.take(Fail, OpenSession) == []
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_daemon_with_two_addresses_is_used_at_the_first(order: str) -> None:
+    played = Played("a", found="b", names=["dns://workers:5555"])
+    for address in order:
+        played.welcome(address, 2)
+    played.tick(0.1)
+    actions = played.session.take_actions()
+    assert [each for each in actions if isinstance(each, Leave)] == [Leave("b")]
+    opened = [each.address for each in actions if isinstance(each, Send) and isinstance(each.message, OpenSession)]
+    assert opened == ["a"]
+
+
+def test_a_daemon_in_use_whose_other_address_comes_later_is_not_disturbed() -> None:
+    played = by_name(1)
+    played.session.resolved(["a", "b", "c"], played.now)
+    played.welcome("b", boot="0" * 32)  # before a heartbeat has told that it is the same
+    played.beat("a", boot="0" * 32)
+    played.welcome("c", boot="0" * 32)
+    assert played.take(Leave, CloseSession) == [Leave("b"), Leave("c")]
+    assert played.places() == ["a"]
+
+
+def test_a_daemon_that_the_user_gave_by_two_addresses_keeps_both() -> None:
+    played = Played("a", "b", num_workers=1)
+    played.welcome("a")
+    played.welcome("b")
+    assert played.take(Leave) == []
+
+
+def test_an_address_that_turns_out_to_be_the_daemon_in_use_is_not_missed_while_opening() -> None:
+    played = Played("a", found="b", names=["dns://workers:5555"], num_workers=1)
+    played.welcome("a", 1)
+    played.tick(START_WITHOUT_S + 0.1)
+    played.opened("a")
+    played.beat("a")
+    played.welcome("b", 1)
+    played.ready(0)
+    assert (played.states(), list(played.session.links)) == ([S.STANDBY], ["a"])
 
 
 # Epochs and requests.
