@@ -8,7 +8,7 @@ SEED ?= 0
 MINUTES ?= 5
 SESSIONS ?= 500
 
-.PHONY: demo test check coverage bench chaos chaos-20 network slow soak clean
+.PHONY: demo test check docs coverage bench chaos chaos-20 network slow soak clean
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/quickstart.py
@@ -25,6 +25,11 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Into build/site. Whoever reads it fetches nothing from elsewhere.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	! grep -rnoE '<(script|link|img)[^>]+(src|href)="?https?:[^>]*>' build/site --include='*.html'
 
 bench: $(VENV)/.installed-peers
 	$(BIN)/python benchmarks/throughput.py --report benchmarks/report

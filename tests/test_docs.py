@@ -8,6 +8,7 @@ import ast
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from rpc_reading_service import errors
+import rpc_reading_service
+from rpc_reading_service import cli, errors
 from rpc_reading_service.reading_service import RPCReadingService
 
 ROOT = Path(__file__).parents[1]
@@ -101,13 +103,33 @@ def test_every_error_class_is_in_errors_md() -> None:
     assert classes == {name for name in re.findall(r"^## `(\w+)`", text, re.MULTILINE) if hasattr(errors, name)}
 
 
-def test_the_readme_has_every_parameter_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", (ROOT / "README.md").read_text(), re.MULTILINE))
-    parameters = list(inspect.signature(RPCReadingService).parameters.values())
-    assert {each.name for each in parameters} <= rows.keys()
-    for each in parameters:
-        if each.default is not None:
-            assert rows[each.name] == repr(each.default).replace("'", '"')
+def test_every_parameter_is_explained_where_it_is_defined() -> None:
+    arguments = inspect.cleandoc(RPCReadingService.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == [*inspect.signature(RPCReadingService).parameters]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
+    for name in rpc_reading_service.__all__:
+        public = getattr(rpc_reading_service, name)
+        assert {f"{public.__module__}.{name}", public.__module__} & shown, name
+
+
+SHELL = [
+    (document, block.line, line)
+    for document in DOCUMENTS
+    for block in blocks((ROOT / document).read_text())
+    if block.language == "bash"
+    for line in block.code.replace("\\\n", " ").splitlines()
+    if line.startswith("rpc-reading-worker ")
+]
+
+
+@pytest.mark.parametrize(("document", "line", "command"), SHELL)
+def test_command_lines_have_the_options_that_there_are(document: str, line: int, command: str) -> None:
+    name, *arguments = shlex.split(command, comments=True)
+    subcommand = cli.main.commands.get(arguments[0])
+    assert (subcommand or cli.main).make_context(name, arguments[1:] if subcommand else arguments)
 
 
 def test_every_module_is_in_architecture_md() -> None:

@@ -301,13 +301,13 @@ def test_the_dockerfile_s_steps_make_a_daemon_that_runs_as_nobody_and_writes_not
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", CONFINED, "sh"]
     script = "import rpc_reading_service, sys; print(rpc_reading_service.__file__); open(sys.argv[1], 'w')"
     told = subprocess.run(
-        [*command, "python", "-c", script, str(image / "file")], env=confined, capture_output=True, text=True
+        [*command, "python", "-c", script, str(image / "file")], env=confined, cwd=image, capture_output=True, text=True
     )
     assert told.stdout.startswith(str(packages))
     assert "Read-only file system" in told.stderr
     train = [*command, "python", str(image / "opt/rpc-reading-service/examples/preemptible_train.py")]
     arguments = ["--checkpoint", str(writable / "train.pt"), "--epochs", "1", "--elements", "640"]
-    done = subprocess.run([*train, *arguments], env=confined, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*train, *arguments], env=confined, cwd=image, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "epoch 0: 640 elements\n"), done.stderr
 
 
