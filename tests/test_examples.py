@@ -19,9 +19,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from daemons import Daemon, running
 
-from rpc_reading_service import cli, security
+from rpc_reading_service import cli
 from rpc_reading_service.reading_service import KEYS_VARIABLE, WORKERS_VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -207,31 +206,6 @@ def test_the_training_finds_the_workers_that_the_service_selects(manifests: dict
 def parsed(arguments: list[str]) -> Fields:
     """What ``rpc-reading-worker`` makes of its command line."""
     return cli.main.make_context("rpc-reading-worker", list(arguments)).params
-
-
-def test_the_probes_ask_a_daemon_that_has_the_pod_s_keys(
-    manifests: dict[tuple[str, str], Fields], folder: Path, tmp_path: Path
-) -> None:
-    security.create(tmp_path / "probe")
-    keys = tmp_path / "keys"
-    shutil.copytree(folder, keys)
-    shutil.copy(tmp_path / "probe/client.key", keys / "client.key")
-    shutil.copy(tmp_path / "probe/client.pub", keys / "allowed/probe.pub")
-    (container,) = manifests["Deployment", "rpc-reading-workers"]["spec"]["template"]["spec"]["containers"]
-    probes = [container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert probes == [probes[0]] * 3
-    with running("--keys", str(keys), "--port", "0", "--slots", "1") as daemon:
-        assert probe(probes[0], daemon, keys) == 0
-        daemon.process.kill()
-        daemon.process.wait()
-        assert probe(probes[0], daemon, keys) == 1
-
-
-def probe(command: list[str], daemon: Daemon, keys: Path) -> int:
-    here = {"127.0.0.1:5555": daemon.address, "--keys=/keys": f"--keys={keys}", "--timeout=5": "--timeout=2"}
-    name, *arguments = (here.get(each, each) for each in command)
-    assert name == "rpc-reading-worker"
-    return subprocess.run([sys.executable, "-m", "rpc_reading_service", *arguments], capture_output=True).returncode
 
 
 # systemd.
