@@ -80,6 +80,9 @@ not arrive for as long again has lost its data channel."""
 STACK_S = 2.0
 """How long a wait that is about to complain waits for the worker's stack."""
 
+DECRYPTING_THREADS = 2
+"""libzmq's threads with keys. Each connection has one of them: decrypting takes it 0.6 s for a GB, the kernel 0.3."""
+
 FINALIZED = "the reading service has been finalized: create a new DataLoader2"
 
 TICK_S = 0.5
@@ -505,7 +508,7 @@ class _IOThread:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._context = transport.Context()
+        self._context = transport.Context(1 if client.keys is None else DECRYPTING_THREADS)
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing.process import BaseProcess
@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from rpc_reading_service import __version__, buffers, messages, protocol, security, transport
+from rpc_reading_service import __version__, buffers, floods, messages, protocol, security, transport
 from rpc_reading_service.errors import KeysError
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
@@ -258,11 +258,13 @@ class Daemon:
         self._stopping: str | None = None
         self._drain_until = float("inf")
         self._check_at = 0.0
+        self._floods_at = 0.0
         self._forkserver = multiprocessing.get_context("forkserver")
         self._context = transport.Context()
         self._poller = transport.Poller()
         self._waker = transport.Waker()
-        self._gate = self._context.gate(self._admits) if options.keys is not None else None
+        self._flooded = False
+        self._gate = self._context.gate(self._admits)
         try:
             self._router = self._context.router(options.host, options.port, options.keys.pair if options.keys else None)
         except OSError:
@@ -290,8 +292,7 @@ class Daemon:
     def run(self) -> int:
         """Serve; returns the exit code."""
         with self._signals():
-            gate = self._gate and self._gate.raw
-            for raw in (self._router.raw, self._router.raw_monitor, self._waker.raw, self._lifeline, gate):
+            for raw in (self._router.raw, self._router.raw_monitor, self._waker.raw, self._lifeline, self._gate.raw):
                 if raw is not None:
                     self._poller.watch(raw)
             if self.options.keys is None and self.options.insecure:
@@ -351,15 +352,13 @@ class Daemon:
         now = time.monotonic()
         if now > self._drain_until:
             self.stop(f"{self._stopping}, and its grace of {self.options.grace:g} s is over")
-        received = 0
-        if self._gate is not None:
+        if not self._flooded:  # else new connections wait until everything has been read
             self._gate.answer()
-        for request in self._router.receive_all(MESSAGES_PER_TURN):
-            self._receive(request, now)
-            received += 1
         # Only then: what a broken connection still brought must not pass for a sign of life after it.
-        if received < MESSAGES_PER_TURN:
+        if self._receive_some(now):
+            self._flooded = False
             self._watch_connections(now)
+        self._cut_floods(time.monotonic())
         if now >= self._check_at:
             self._check_at = now + TICK_S
             self._check_admitted()
@@ -379,9 +378,20 @@ class Daemon:
     def _patience(self) -> float:
         now = time.monotonic()
         moments = [worker.kill_at - now for session in self._sessions.values() for worker in session.workers.values()]
-        return max(0.0, min([TICK_S, *moments]))
+        tick = floods.CHECK_S if self._router.has_strangers(self._trusted()) else TICK_S
+        return max(0.0, min([tick, *moments]))
 
     # Messages from clients.
+
+    def _receive_some(self, now: float) -> bool:
+        """Until the next look for floods, which may be what takes so long; whether it was everything."""
+        received = 0
+        for request in self._router.receive_all(MESSAGES_PER_TURN):
+            self._receive(request, now)
+            received += 1
+            if time.monotonic() > max(self._floods_at, now):
+                return False
+        return received < MESSAGES_PER_TURN
 
     def _receive(self, request: transport.Request, now: float) -> None:
         try:
@@ -721,6 +731,20 @@ class Daemon:
         for peer, failure in failed:
             self._strangers.note(peer, f"could not connect: {self._explain(failure)}")
 
+    def _trusted(self) -> Container[int]:
+        """Connections of those who may run code here."""
+        if self.options.keys is not None:
+            return self._router.heard
+        return {session.connection for session in self._sessions.values() if session.orphaned_at is None}
+
+    def _cut_floods(self, now: float) -> None:
+        if now >= self._floods_at:
+            cut = self._router.cut_floods(self._trusted())
+            self._floods_at = now + floods.CHECK_S
+            self._flooded |= bool(cut)
+            for peer in cut:
+                self._strangers.note(peer, "was cut off: it has no session, and sends more than can be read")
+
     def _explain(self, failure: transport.Failure) -> str:
         if failure is transport.Failure.MISMATCH:
             return "it comes with keys, and this daemon has none: start it with --keys DIR"
@@ -731,7 +755,7 @@ class Daemon:
     def _admits(self, public: str, address: str) -> bool:
         """Whether a client with this public key is let in."""
         keys = self.options.keys
-        admitted = keys is not None and public in keys.allowed
+        admitted = keys is None or public in keys.allowed
         if keys is not None and not admitted:
             peer = address.removeprefix("::ffff:")
             trouble = f"was not let in: its public key {public} is in no *.pub file of {keys.allowed.folder}"

@@ -17,7 +17,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
@@ -27,6 +28,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from rpc_reading_service.errors import AddressError
+from rpc_reading_service.floods import Connection as Accepted
+from rpc_reading_service.floods import Floods
 from rpc_reading_service.messages import CHUNK_BYTES, CONTROL_BYTES
 from rpc_reading_service.security import CurveKeys, Pair
 
@@ -41,6 +44,10 @@ HANDSHAKE_BYTES = 4096
 ANSWERS_WAITING = 10_000
 """Messages that wait for a client that reads nothing. A client's libzmq reads even while user code holds the GIL, so
 only a peer that asks and does not listen comes so far; what a client misses is noticed by counting."""
+
+LOCAL_BUFFER_BYTES = 256 << 10
+"""What the system holds of a local connection to a daemon, which needs no large window: it is still read when the
+connection has been shut down."""
 
 DESCRIPTORS = 65_536
 BACKLOG = 1024
@@ -218,6 +225,10 @@ def _endpoint(address: str) -> str:
 # Sockets.
 
 
+_DOMAIN = b"rpc-reading"
+"""Of what asks a ``Gate``: without a domain, libzmq lets in whoever has no key, and might let in whoever has any."""
+
+
 class Lock(NamedTuple):
     """The keys of one end of a connection; no lock, no encryption.
 
@@ -249,7 +260,7 @@ class Lock(NamedTuple):
             socket_.curve_serverkey = self.server.encode()
         else:
             socket_.curve_server = True
-            socket_.zap_domain = b"rpc-reading"  # without a domain, libzmq might let in whoever has any key
+            socket_.zap_domain = _DOMAIN
 
 
 def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | None) -> "zmq.Socket[bytes]":
@@ -312,12 +323,14 @@ def allow_connections() -> None:
 
 
 class Gate:
-    """Where libzmq asks, for each connection to a locked socket of the context, whether its peer is let in (ZAP).
+    """Where libzmq asks, for each connection to the daemon or a locked socket, whether its peer is let in (ZAP).
+
+    Until it is answered nothing is read from the connection but its handshake.
 
     It must be there before those sockets are, and belongs to the thread that calls ``answer``.
 
     Args:
-        admits: whether a client with this public key, at this IP address, is let in
+        admits: whether a client with this public key, empty without keys, at this IP address, is let in
     """
 
     def __init__(self, context: "zmq.Context[Any]", admits: Callable[[str, str], bool]) -> None:
@@ -374,6 +387,21 @@ def _failure(event: Any) -> Failure | None:
     return None
 
 
+def _monitor(socket_: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes]":
+    """Where a socket's events can be read.
+
+    Without a mark, which pyzmq's own would have: libzmq's thread waits, with a lock held that ``close`` needs, if a
+    thousand events have not been read.
+    """
+    address = f"inproc://events-of-{int(socket_.fd)}"
+    socket_.monitor(address, events)
+    monitor: zmq.Socket[bytes] = socket_.context.socket(zmq.PAIR)
+    monitor.linger = 0
+    monitor.rcvhwm = 0
+    monitor.connect(address)
+    return monitor
+
+
 class Dealer:
     """The client's end of the control channel to one daemon."""
 
@@ -382,7 +410,7 @@ class Dealer:
         self._mechanism = "NULL" if keys is None else "CURVE"
         self._broken = 0
         self._socket = _open(context, zmq.DEALER, CONTROL_BYTES, Lock.of_client(keys))
-        self._monitor = self._socket.get_monitor_socket(_watched(keys is not None))
+        self._monitor = _monitor(self._socket, _watched(keys is not None))
         self._up = False
         self._socket.connect(_endpoint(address))
 
@@ -443,19 +471,84 @@ class Request(NamedTuple):
     frames: list[bytes]
 
 
-class Router:
-    """The daemon's end of the control channel to all its clients.
+class _Guarded:
+    """A socket that others connect to; what strangers make it hold is bounded."""
+
+    def __init__(self, socket_: "zmq.Socket[bytes]", events: int = zmq.EVENT_DISCONNECTED) -> None:
+        self._socket = socket_
+        self._monitor = _monitor(socket_, zmq.EVENT_ACCEPTED | events)
+        self._floods = Floods()
+
+    @property
+    def raw_monitor(self) -> Any:
+        return self._monitor
+
+    def has_strangers(self, trusted: Container[int]) -> bool:
+        """Whether ``cut_floods`` has to be called again soon."""
+        self._hear()
+        return bool(self._floods.strangers(trusted))
+
+    def cut_floods(self, trusted: Container[int]) -> list[str]:
+        """Shut down connections that bring more than is read, unless they are trusted; returns their IP addresses."""
+        self._hear()
+        return self._floods.cut(trusted)
+
+    def _hear(self) -> None:
+        """Who has come and gone."""
+        for event in map(parse_monitor_message, _drain(self._monitor)):
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._floods.accepted(event["value"], _peer(event["value"]))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._gone(event, self._floods.dropped(event["value"]))
+            else:
+                self._gone(event, None)
+
+    def _gone(self, event: Any, connection: Accepted | None) -> None:
+        """Something else than a new connection."""
+
+    def _message(self, most: int) -> list[zmq.Frame] | None:
+        """The next message, of whose frames after so many none is kept; None if nothing has arrived."""
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+        frame, nbytes = frames[0], 0
+        while frame.more:
+            frame = self._socket.recv(copy=False)
+            nbytes += _on_the_wire(frame)
+            if len(frames) < most:
+                frames.append(frame)
+        self._floods.read(_connection(frame), nbytes)
+        return frames
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close; what is on its way gets ``linger`` seconds."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger * 1000))
+
+
+def _on_the_wire(frame: zmq.Frame) -> int:
+    """Bytes of a frame with its header."""
+    nbytes = len(frame)
+    return nbytes + (2 if nbytes < 256 else 9)
+
+
+class Router(_Guarded):
+    """The daemon's end of the control channel to all its clients; its context must have a ``Gate``.
 
     Raises:
         OSError: the port is taken, or the host is not one of this machine's.
     """
 
     def __init__(self, context: "zmq.Context[Any]", host: str, port: int, pair: Pair | None) -> None:
-        self._socket = _open(context, zmq.ROUTER, CONTROL_BYTES, Lock.binding(pair))
-        self._socket.sndhwm = ANSWERS_WAITING
-        events = zmq.EVENT_ACCEPTED | _watched(pair is not None) & ~zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor = self._socket.get_monitor_socket(events)
-        self._peers: dict[int, str] = {}
+        socket_ = _open(context, zmq.ROUTER, CONTROL_BYTES, Lock.binding(pair))
+        socket_.zap_domain = _DOMAIN
+        socket_.sndhwm = ANSWERS_WAITING
+        if is_loopback(host):
+            socket_.rcvbuf = LOCAL_BUFFER_BYTES
+        super().__init__(socket_, _watched(pair is not None) & ~zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._events: deque[tuple[Any, Accepted | None]] = deque()
         self._heard: set[int] = set()
         self._failed: Failure | None = None
         self.port = _bind(self._socket, host, [port])
@@ -465,8 +558,9 @@ class Router:
         return self._socket
 
     @property
-    def raw_monitor(self) -> Any:
-        return self._monitor
+    def heard(self) -> Container[int]:
+        """Connections that something has been read from; with keys, those whose peer is known."""
+        return self._heard
 
     def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """To one client; a client that is gone gets nothing, and no error."""
@@ -474,42 +568,43 @@ class Router:
 
     def receive_all(self, at_most: int) -> Iterator[Request]:
         for _ in range(at_most):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+            frames = self._message(_REQUEST_FRAMES)
+            if frames is None:
+                return self._floods.everything_is_read()
             last = frames[-1]
+            if self._floods.is_cut(_connection(last)):
+                continue
             self._heard.add(_connection(last))
             known = _property(last, "User-Id"), _property(last, "Peer-Address")
             yield Request(frames[0].bytes, _connection(last), *known, [frame.bytes for frame in frames[1:]])
 
     def events(self) -> tuple[list[int], list[tuple[str, Failure]]]:
         """Connections that broke since the last call, and who could not connect, by IP address."""
+        self._hear()
         dropped: list[int] = []
         failed: list[tuple[str, Failure]] = []
-        for frames in _drain(self._monitor):
-            event = parse_monitor_message(frames)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._peers[event["value"]] = _peer(event["value"])
-            elif event["event"] != zmq.EVENT_DISCONNECTED:
+        while self._events:
+            event, connection = self._events.popleft()
+            if event["event"] != zmq.EVENT_DISCONNECTED:
                 self._failed = _failure(event)
-            else:
-                peer, failure = self._peers.pop(event["value"], _GONE), self._failed
-                dropped.append(event["value"])
-                if failure is None and event["value"] not in self._heard:
-                    failure = Failure.BROKEN
-                if failure not in (None, Failure.REFUSED):  # the two events of one connection follow on one another
-                    failed.append((peer, failure))
-                self._failed = None
-                self._heard.discard(event["value"])
+                continue
+            peer, failure = connection.peer if connection else _GONE, self._failed
+            dropped.append(event["value"])
+            if failure is None and event["value"] not in self._heard:
+                failure = Failure.BROKEN
+            if failure not in (None, Failure.REFUSED):  # the two events of one connection follow on one another
+                failed.append((peer, failure))
+            self._failed = None
+            self._heard.discard(event["value"])
         return dropped, failed
 
-    def close(self, linger: float) -> None:
-        """Close; answers on their way get ``linger`` seconds."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=int(linger * 1000))
+    def _gone(self, event: Any, connection: Accepted | None) -> None:
+        """To be told of when everything has been read that came before it."""
+        self._events.append((event, connection))
 
+
+_REQUEST_FRAMES = 3
+"""The sender's name, a message, a payload."""
 
 _GONE = "a peer that was gone at once"
 
@@ -636,7 +731,7 @@ class FeedDealer(_Reading):
     ) -> None:
         self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, f"worker {worker}")
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = _monitor(self._socket, zmq.EVENT_DISCONNECTED)
         self._socket.connect(_beside(address, port))
 
     @property

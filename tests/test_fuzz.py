@@ -8,6 +8,9 @@ import itertools
 import random
 import resource
 import socket
+import struct
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +202,62 @@ def test_two_thousand_connections_at_once_change_nothing(target: tuple[Daemon, P
                     connection.send(halves[number % len(halves)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def wire_frame(body: bytes, more: bool) -> bytes:
+    """A frame of ZMTP/3."""
+    return struct.pack(">BQ" if len(body) > 255 else ">BB", more | 2 * (len(body) > 255), len(body)) + body
+
+
+FLOODS = {
+    "large messages": wire_frame(bytes(1 << 20), more=False),
+    "messages of a byte": 20_000 * wire_frame(b"x", more=False),
+    "a message of large frames without an end": 16 * wire_frame(bytes(60_000), more=True),
+    "a message of frames of a byte without an end": 20_000 * wire_frame(b"x", more=True),
+}
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+FLOODERS = 8
+FLOOD_S = 2.0
+FLOOD_GROWTH_BYTES = 600 << 20
+"""An endless message alone took 2.8 GB in 4 s when nothing bounded it."""
+
+
+def shout(port: int, data: bytes, stop: threading.Event) -> None:
+    """Send as fast as the other end takes it; whoever is shut out comes back at once."""
+    while not stop.is_set():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0) as connection:
+            connection.sendall(HALVES["a greeting"] + bytes([4, len(READY)]) + READY)
+            if (
+                len(connection.recv(65, socket.MSG_WAITALL)) == 65
+            ):  # messages before the end of its greeting are refused
+                while not stop.is_set():
+                    connection.sendall(data)
+
+
+def peak_memory(process: psutil.Process, seconds: float) -> int:
+    peak, deadline = 0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        peak = max(peak, process.memory_info().rss)
+        threading.Event().wait(0.01)
+    return peak
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_a_flood_that_is_faster_than_it_can_be_read_is_cut_off(what: str) -> None:
+    with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
+        iterator, stop, process = iter(loader), threading.Event(), psutil.Process(daemon.process.pid)
+        elements, before = [next(iterator)], process.memory_info().rss
+        threads = [threading.Thread(target=shout, args=(daemon.port, FLOODS[what], stop)) for _ in range(FLOODERS)]
+        for thread in threads:
+            thread.start()
+        peak = peak_memory(process, FLOOD_S)
+        elements += iterator
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert elements == list(range(3000))
+        assert peak - before < FLOOD_GROWTH_BYTES
+        daemon.wait_for_line("127.0.0.1 was cut off: it has no session, and sends more than can be read")
 
 
 # What a client reads: nothing is decoded but what is expected, and nothing wrong comes out.
