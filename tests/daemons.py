@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -16,14 +16,18 @@ PATIENCE_S = 10.0
 
 
 class Daemon:
-    """One ``rpc-reading-worker``, started now; it ends at the latest with this process, by way of the lifeline."""
+    """One ``rpc-reading-worker``, started now; it ends at the latest with this process, by way of the lifeline.
 
-    def __init__(self, *options: str) -> None:
+    Args:
+        command: what runs Python
+    """
+
+    def __init__(self, *options: str, command: Sequence[str] = (sys.executable,)) -> None:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rpc_reading_service", *options, "--lifeline", str(theirs.fileno())],
+                [*command, "-m", "rpc_reading_service", *options, "--lifeline", str(theirs.fileno())],
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 pass_fds=[theirs.fileno()],
