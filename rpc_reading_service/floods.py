@@ -100,7 +100,10 @@ class Floods:
 
 def received(descriptor: int) -> int:
     """Bytes that a TCP connection has brought; 0 if it is none, or is gone."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    except OSError:
+        return 0
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
         return int(_BYTES_RECEIVED.unpack(info)[0])

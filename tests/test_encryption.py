@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import Daemon, running
+from daemons import Daemon, running, until, workers_of
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
@@ -30,6 +30,8 @@ class Relay:
 
     def __init__(self, ports: range, seed: int = 0) -> None:
         self.captured = bytearray()
+        self.said: list[tuple[int, bytearray]] = []
+        """What came by each connection from the client's side, and to which port."""
         self.flips = 0
         """Bits still to be flipped, one in a piece."""
         self.flipped = 0
@@ -53,14 +55,16 @@ class Relay:
                     near.shutdown(socket.SHUT_RDWR)
                     continue
                 self._sockets.append(far)
-                for pair in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._pass_on, args=pair))
+                self.said.append((port, bytearray()))
+                for way in ((near, far, self.said[-1][1]), (far, near, bytearray())):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=way))
                     self._threads[-1].start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, note: bytearray) -> None:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 self.captured += data
+                note += data
                 if self.flips:
                     self.flips, self.flipped = self.flips - 1, self.flipped + 1
                     data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
@@ -183,3 +187,28 @@ def test_flipped_bits_give_no_wrong_batch(daemon: Daemon, ports: range, folder: 
             assert len(got) == len(BATCHES)
         assert between.flipped > 0
         assert got == BATCHES[: len(got)]
+
+
+def say_again(said: list[tuple[int, bytearray]]) -> None:
+    """Send recorded bytes to the same ports; whoever is there has to end each connection by himself."""
+    for port, recorded in said:
+        with contextlib.suppress(ConnectionError), socket.create_connection((HOSTS[0], port), 20.0) as connection:
+            connection.sendall(recorded)
+            while connection.recv(1 << 16):
+                pass
+
+
+def test_a_recorded_session_that_is_sent_again_changes_nothing(daemon: Daemon, ports: range, folder: Path) -> None:
+    with relay(ports) as between, load(ports, folder) as loader:
+        assert list(loader) == BATCHES
+        said = list(between.said)
+    assert {port for port, recorded in said if recorded} == set(ports)  # control channel and both data channels
+    with relay(ports), load(ports, folder) as loader:
+        iterator = iter(loader)
+        batches = [next(iterator)]
+        say_again(said)  # to another session at the same ports
+        assert [*batches, *iterator] == BATCHES
+    until(lambda: not workers_of(daemon.process.pid))
+    say_again([(port, recorded) for port, recorded in said if port == ports[0]])
+    assert not workers_of(daemon.process.pid)
+    assert "Traceback" not in daemon.errors
