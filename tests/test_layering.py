@@ -11,7 +11,8 @@ import rpc_reading_service
 
 VALUES = ["errors", "messages"]
 PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "session", "merge", "checkpoint"]
-EFFECTS = ["security", "buffers", "segments", "floods", "transport", "resolver", "stream", "inplace", "graph", "metrics"]
+EFFECTS = ["security", "buffers", "segments", "floods", "transport", "resolver", "stream"]
+EFFECTS += ["inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "origin", "daemon", "client"]
 EDGES = ["launchers", "reading_service", "testing", "cli", "preload", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
