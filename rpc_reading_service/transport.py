@@ -816,6 +816,8 @@ class Push:
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
     ) -> None:
         self._client = _secret_name(session, "client")
+        self.behind = False
+        """Whether ``receive_all`` has left something, since strangers send without end."""
         self._socket = _open_to_strangers(context, pair)
         self.port = _bind(self._socket, host, ports)
 
@@ -830,7 +832,10 @@ class Push:
 
     def receive_all(self) -> Iterator[bytes]:
         """What the client says. Also takes notice of who has connected, and drops what strangers say."""
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        for _ in range(MESSAGES_AT_ONCE):
+            self.behind = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+            if not self.behind:
+                return
             ours = self._socket.recv() == self._client
             while self._socket.rcvmore:
                 frame = self._socket.recv()

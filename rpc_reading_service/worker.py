@@ -396,7 +396,7 @@ class ClientOutlet:
         for frame in self._push.receive_all():
             self._hear(frame)
         self._send()  # the client may be there now
-        return moved
+        return moved or self._push.behind
 
     def _hear(self, frame: bytes) -> None:
         try:

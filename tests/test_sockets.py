@@ -180,6 +180,21 @@ def test_a_worker_hears_its_client_and_no_stranger(context: Sockets, push: trans
     assert heard == [b"credit"]
 
 
+def test_a_stranger_that_sends_without_end_does_not_keep_a_worker_from_its_work(
+    context: Sockets, push: transport.Push
+) -> None:
+    stranger = context.pull("f" * 32)
+    connection = stranger.connect("127.0.0.1:1", push.port)
+
+    def flooded() -> bool:
+        for _ in range(2 * transport.MESSAGES_AT_ONCE):
+            stranger.send(connection, b"strange")
+        return list(push.receive_all()) == [] and push.behind
+
+    wait_until(flooded, stranger.raw, push.raw)
+    wait_until(lambda: list(push.receive_all()) == [] and not push.behind, stranger.raw, push.raw)
+
+
 def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
     pushes = [context.push(SESSION, None, "127.0.0.1", [0]) for _ in range(2)]
     pull = context.pull(SESSION)
