@@ -7,6 +7,7 @@ has. A worker therefore tells malloc to keep what is freed, and what a client re
 import ctypes
 import mmap
 import os
+import struct
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rpc_reading_service import recycling
+from rpc_reading_service.messages import Phase, WorkerReport
 
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
@@ -163,17 +165,39 @@ class Pool:
 
 
 class Logbook:
-    """What a worker is at, where its daemon can read it even after its death: a page that both map.
+    """What a worker is at and has done, where its daemon can read it even after its death: a page that both map.
+
+    One thread of the worker keeps it up for each batch, of which there may be 40,000 a second. It therefore counts in
+    its own memory, and writes that to the page when it begins to wait, and when it asks the graph for a batch and
+    ``WRITE_S`` have passed. Up to the next writing the page's phase goes on, by the clock that all processes share.
 
     Args:
         fd: of ``create``
     """
 
+    WRITE_S = 0.005
+
     _IDLE = -1
+    _COUNTS = struct.Struct(f"=4q{len(Phase)}d")
+    """Phase, batches, bytes and batches replayed; then the seconds of each phase."""
+
+    _COUNTS_AT = 16
+    _CHANGING = 0.0
+    """Stands in the place of the moment since when the phase lasts, while the counts are written."""
+
+    _READINGS = 100
+    """A worker that was killed in the middle of a change never ends it."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
-        self._batch = memoryview(self._page)[:8].cast("q")
+        page = memoryview(self._page)
+        self._batch = page[:8].cast("q")
+        self._written = page[8:16].cast("d")
+        self._phase = Phase.IDLE
+        self._since: float | None = None
+        self._write_at = 0.0
+        self._batches = self._nbytes = self._replayed = 0
+        self._seconds = [0.0] * len(Phase)
 
     @staticmethod
     def create() -> int:
@@ -181,6 +205,8 @@ class Logbook:
         fd = os.memfd_create("rpc-reading-logbook")
         os.ftruncate(fd, mmap.PAGESIZE)
         return fd
+
+    # For the worker.
 
     def at(self, batch: int) -> None:
         """The graph is asked for this batch."""
@@ -190,13 +216,73 @@ class Logbook:
         """The graph is not asked for anything that would count."""
         self._batch[0] = self._IDLE
 
+    def ask(self, phase: Phase, now: float) -> None:
+        """The graph is asked for something."""
+        self.enter(phase, now)
+        if now >= self._write_at:
+            self._write(now)
+
+    def wait(self, phase: Phase, now: float) -> None:
+        """The worker waits for something that may never come."""
+        self.enter(phase, now)
+        self._write(now)
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """The next phase begins: the time since the last one began is booked to that one."""
+        if self._since is not None:
+            self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def rename(self, phase: Phase) -> None:
+        """The running phase turns out to have been another."""
+        self._phase = phase
+
+    def produced(self, nbytes: int) -> None:
+        """One more batch is ready."""
+        self._batches += 1
+        self._nbytes += nbytes
+
+    def replayed(self) -> None:
+        """One more batch was suppressed."""
+        self._replayed += 1
+
+    def _write(self, now: float) -> None:
+        counts = (self._phase, self._batches, self._nbytes, self._replayed)
+        self._written[0] = self._CHANGING
+        self._COUNTS.pack_into(self._page, self._COUNTS_AT, *counts, *self._seconds)
+        self._written[0] = now
+        self._write_at = now + self.WRITE_S
+
+    # For the daemon.
+
     def read(self) -> int | None:
         """The batch that the worker is in the middle of."""
         batch = self._batch[0]
         return None if batch == self._IDLE else batch
 
+    def report(self, worker: int, attempt: int, now: float) -> WorkerReport:
+        """What this process has done so far; the running phase counts up to ``now``, of ``time.monotonic``."""
+        since, (phase, *counts) = self._look()
+        seconds = counts[3:]
+        # User code can write here, too; it must not be able to stop the daemon.
+        phase %= len(Phase)
+        if since != self._CHANGING:
+            seconds[phase] += now - since
+        counts = [max(0, count) for count in counts[:3]]
+        return WorkerReport(worker, attempt, Phase(phase), *counts, *(max(0.0, each) for each in seconds))
+
+    def _look(self) -> tuple[float, tuple[Any, ...]]:
+        """Since when, and the counts: of one moment, unless the worker died while it wrote them."""
+        for _ in range(self._READINGS):
+            since = self._written[0]
+            counts = self._COUNTS.unpack_from(self._page, self._COUNTS_AT)
+            if since != self._CHANGING and self._written[0] == since:
+                break
+        return since, counts
+
     def close(self) -> None:
         self._batch.release()
+        self._written.release()
         self._page.close()
 
 

@@ -296,7 +296,8 @@ class Client:
         consumed = self._reported[worker] = self._merge.consumed[worker]
         if attachment is not None and not attachment.credit(self._session.epoch, consumed):
             return False
-        self._session.credit(worker, consumed)
+        # What is in memory that both share is never under way.
+        self._session.credit(worker, consumed, hungry=attachment is None and not self._merge.has_waiting(worker))
         return True
 
     def pause(self, pause_fn: bytes) -> None:

@@ -58,6 +58,7 @@ from rpc_reading_service.messages import (
     WorkerExited,
     WorkerFailed,
     WorkerMessage,
+    WorkerReport,
 )
 from rpc_reading_service.origin import Forked, Origin
 from rpc_reading_service.security import SECRET_BYTES, ServerKeys, Strangers
@@ -187,6 +188,10 @@ class WorkerProcess:
 
     def __str__(self) -> str:
         return f"worker {self.start.worker} (pid {self.process.pid})"
+
+    def report(self, now: float) -> WorkerReport:
+        """What it has done so far, and is at."""
+        return self.logbook.report(self.start.worker, self.start.attempt, now)
 
     def stop(self, now: float) -> None:
         """Ask it to end; ``press`` makes sure."""
@@ -442,7 +447,9 @@ class Daemon:
             session.was_in_step = False
         elif not self._is_in_step(session, message):
             return
-        self._tell(session, HeartbeatReply(session.session, session.sent, self.boot))
+        now = time.monotonic()
+        reports = [worker.report(now) for worker in session.workers.values()]
+        self._tell(session, HeartbeatReply(session.session, session.sent, self.boot, reports))
 
     def _hello(self, request: transport.Request, message: Hello) -> None:
         identity = request.identity

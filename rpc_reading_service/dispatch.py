@@ -10,16 +10,17 @@ for it; those for others wait in their queues, up to ``QUEUE_ELEMENTS``, as in t
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from rpc_reading_service import codec, messages, protocol, transport
+from rpc_reading_service import buffers, codec, messages, protocol, transport
 from rpc_reading_service.errors import RPCReadingError
 from rpc_reading_service.merge import Entry, Failure, Merge, Signal
-from rpc_reading_service.messages import Batches, Credit, EndOfShard, Opened, ShardError, StartWorker
+from rpc_reading_service.messages import Batches, Credit, EndOfShard, Opened, Phase, ShardError, StartWorker
 from rpc_reading_service.security import Pair
 from rpc_reading_service.stream import Arrival, Packer, Parcel, StreamReader
 
@@ -110,7 +111,7 @@ class Feed:
 
     def _ask(self, epoch: int, consumed: int | None = None) -> None:
         consumed = self._merge.consumed[0] if consumed is None else consumed
-        credit = Credit(self._start.session, self._start.worker, 0, epoch, consumed)
+        credit = Credit(self._start.session, self._start.worker, 0, epoch, consumed, hungry=False)
         if credit != self._credit:
             self._credit = credit
             self._waker.wake()
@@ -182,8 +183,9 @@ class Feed:
 class DispatchMailbox:
     """Where the dispatching worker's threads meet: as ``worker.Mailbox``, with a queue and a window for each worker."""
 
-    def __init__(self, start: StartWorker, waker: transport.Waker) -> None:
+    def __init__(self, start: StartWorker, waker: transport.Waker, logbook: buffers.Logbook) -> None:
         self._waker = waker
+        self._logbook = logbook
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._windows = [protocol.Window(start.prefetch_count, start.prefetch_bytes) for _ in range(start.num_workers)]
@@ -199,6 +201,7 @@ class DispatchMailbox:
             while not self._commands:
                 if producing and any(self._is_hungry(worker) for worker in range(len(self._queues))):
                     return None
+                self._logbook.wait(Phase.CREDIT if producing else Phase.IDLE, time.monotonic())
                 self._changed.wait()
             return self._commands.popleft()
 

@@ -185,6 +185,10 @@ class Merge:
         """Batches arrived, per shard."""
         return [shard.received for shard in self._shards]
 
+    def has_waiting(self, worker: int) -> bool:
+        """Whether something of the shard has arrived and waits for its turn."""
+        return bool(self._shards[worker].waiting)
+
     @property
     def unfinished(self) -> list[int]:
         """Shards that have more to send."""

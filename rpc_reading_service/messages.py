@@ -25,12 +25,13 @@ received straight into its place while the next is under way, and each of which 
 ``Credit`` goes the other way by the same connection.
 """
 
+import enum
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
@@ -45,6 +46,7 @@ CONTROL_BYTES = CHUNK_BYTES + (64 << 10)
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Identifier: TypeAlias = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]+\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=16_384)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -167,11 +169,62 @@ class Draining(SessionMessage, frozen=True):
     """Seconds until it ends whatever is still running."""
 
 
+class Phase(enum.IntEnum):
+    """What a worker's main thread does, or waits for; not a message of its own."""
+
+    IDLE = 0
+    """It waits to be told what to do."""
+    GRAPH = 1
+    """The user's graph makes a batch, or is reset; that includes what it waits for, such as a dispatching worker."""
+    REPLAY = 2
+    """The same, for a batch that is suppressed."""
+    ENCODING = 3
+    """A batch is encoded, copied and handed to the I/O thread."""
+    CREDIT = 4
+    """The window is full, and the training has batches of this shard that it has not consumed."""
+    WIRE = 5
+    """The window is full, and the training has consumed all that has arrived: the rest is under way."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has done since its process was started; not a message of its own.
+
+    Its seconds, of all phases together, are those since it was ready.
+    """
+
+    worker: Count
+    """As in WorkerMessage."""
+    attempt: Count
+    """As in WorkerMessage."""
+    phase: Phase
+    """What it is at now."""
+    batches: Count
+    """Batches produced, not counting those that a replay suppressed."""
+    nbytes: Count
+    """Their size, encoded."""
+    replayed: Count
+    """Batches that a replay suppressed."""
+    idle_s: Seconds
+    """Seconds in ``Phase.IDLE``."""
+    graph_s: Seconds
+    """Seconds in ``Phase.GRAPH``."""
+    replay_s: Seconds
+    """Seconds in ``Phase.REPLAY``."""
+    encoding_s: Seconds
+    """Seconds in ``Phase.ENCODING``."""
+    credit_s: Seconds
+    """Seconds in ``Phase.CREDIT``."""
+    wire_s: Seconds
+    """Seconds in ``Phase.WIRE``."""
+
+
 class HeartbeatReply(CountedMessage, frozen=True):
     """The daemon's answer to a Heartbeat."""
 
     boot: Identifier
     """As in Welcome."""
+    reports: list[WorkerReport]
+    """Of the session's workers on this daemon."""
 
 
 # Workers.
@@ -257,6 +310,8 @@ class Credit(WorkerMessage, frozen=True):
     """Credit for any other epoch than the current one means nothing."""
     consumed: Count
     """Batches of this shard that were handed to the training loop in this epoch."""
+    hungry: bool
+    """Whether that is all that has arrived: what else the worker has sent is under way."""
 
 
 class ConnectFeed(WorkerMessage, frozen=True):

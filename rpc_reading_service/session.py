@@ -584,11 +584,11 @@ class ClientSession:
             worker.change(_E.END, now)
         self._move_from_draining([worker_id], now)
 
-    def credit(self, worker_id: int, consumed: int) -> None:
-        """Tell the worker how far the training loop is."""
+    def credit(self, worker_id: int, consumed: int, hungry: bool = False) -> None:
+        """Tell the worker how far the training loop is, and whether that is all that has arrived."""
         worker = self.workers[worker_id]
         if worker.state in (_S.RUNNING, _S.PAUSED) and worker_id in self._unfinished:
-            message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed)
+            message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed, hungry)
             self._actions.append(SendData(worker_id, worker.attempt, message))
 
     # Requests to every worker: pause, resume, limit.

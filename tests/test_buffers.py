@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_reading_service import codec
-from rpc_reading_service.buffers import Pool
+from rpc_reading_service.buffers import Logbook, Pool
+from rpc_reading_service.messages import Phase, WorkerReport
 from rpc_reading_service.recycling import LEAST_BYTES
 from rpc_reading_service.segments import Lent, Segments, attach
 
@@ -282,3 +283,66 @@ def test_nothing_that_is_kept_ever_changes_while_threads_take_and_drop_at_once(k
             result.result()
     gc.collect()
     assert not memory.lent
+
+
+# ---------------------------------------------------------------------------------------------------- the logbook
+
+
+@pytest.fixture
+def two_ends() -> Iterator[tuple[Logbook, Logbook]]:
+    """A worker's and its daemon's view of one page."""
+    fd = Logbook.create()
+    worker, daemon = Logbook(fd), Logbook(fd)
+    os.close(fd)
+    yield worker, daemon
+    worker.close()
+    daemon.close()
+
+
+def test_the_daemon_reads_what_the_worker_has_done(two_ends: tuple[Logbook, Logbook]) -> None:
+    worker, daemon = two_ends
+    assert daemon.report(3, 1, 99.0) == WorkerReport(3, 1, Phase.IDLE, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    worker.wait(Phase.IDLE, 100.0)
+    worker.ask(Phase.REPLAY, 101.0)
+    worker.replayed()
+    worker.ask(Phase.GRAPH, 103.0)
+    worker.enter(Phase.ENCODING, 106.0)
+    worker.produced(70)
+    worker.wait(Phase.CREDIT, 110.0)
+    assert daemon.report(3, 1, 115.0) == WorkerReport(3, 1, Phase.CREDIT, 1, 70, 1, 1.0, 3.0, 2.0, 4.0, 5.0, 0.0)
+    worker.rename(Phase.WIRE)
+    worker.wait(Phase.IDLE, 116.0)
+    assert daemon.report(3, 1, 117.0) == WorkerReport(3, 1, Phase.IDLE, 1, 70, 1, 2.0, 3.0, 2.0, 4.0, 0.0, 6.0)
+
+
+def test_a_quick_worker_does_not_write_for_every_batch(two_ends: tuple[Logbook, Logbook]) -> None:
+    worker, daemon = two_ends
+    worker.wait(Phase.IDLE, 100.0)
+    for batch in range(1, 11):
+        worker.ask(Phase.GRAPH, 100.0 + batch * 0.0009)
+        worker.enter(Phase.ENCODING, 100.0 + batch * 0.0009)
+        worker.produced(1)
+    assert [daemon.report(0, 0, 100.0).batches, worker._batches] == [5, 10]
+
+
+def test_a_worker_that_dies_while_it_writes_is_still_read(two_ends: tuple[Logbook, Logbook]) -> None:
+    worker, daemon = two_ends
+    worker.wait(Phase.GRAPH, 100.0)
+    worker.wait(Phase.CREDIT, 103.0)
+    worker._written[0] = Logbook._CHANGING
+    assert daemon.report(0, 0, 1e6).graph_s == 3.0
+    assert daemon.report(0, 0, 1e6).credit_s == 0.0
+
+
+@given(page=st.binary(min_size=128, max_size=128))
+def test_whatever_user_code_writes_there_the_daemon_reads_on(page: bytes) -> None:
+    fd = Logbook.create()
+    logbook = Logbook(fd)
+    os.close(fd)
+    logbook._page[:128] = page
+    try:
+        report = logbook.report(0, 0, 100.0)
+        assert report.batches >= 0
+        assert not report.graph_s < 0
+    finally:
+        logbook.close()

@@ -300,7 +300,7 @@ def test_messages_that_make_no_sense_disturb_no_session(daemon: Daemon, what: st
     session = "0" * 32
     frames = {
         "an unknown type": [msgspec.msgpack.encode(["Surprise", 5, {"a": "b"}])],
-        "a type of the other direction": [messages.encode(messages.HeartbeatReply(session, 0, session))],
+        "a type of the other direction": [messages.encode(messages.HeartbeatReply(session, 0, session, []))],
         "wrong fields": [msgspec.msgpack.encode(["Hello", "one", 2, []]), b"payload"],
         "no message": [b"", b"", b""],
     }[what]

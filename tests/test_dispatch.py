@@ -3,6 +3,7 @@
 Both ends meet here over a wire of lists: no sockets, and a thread only where waiting itself is tested.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_reading_service import codec, messages
+from rpc_reading_service.buffers import Logbook
 from rpc_reading_service.dispatch import (
     BROKEN_S,
     NO_MORE,
@@ -44,6 +46,14 @@ SESSION, OTHER = "a" * 32, "b" * 32
 
 
 NOW = 100.0
+
+
+def logbook() -> Logbook:
+    fd = Logbook.create()
+    try:
+        return Logbook(fd)
+    finally:
+        os.close(fd)
 
 
 class Bell:
@@ -142,7 +152,7 @@ def epoch_of(mailbox: DispatchMailbox, epoch: int) -> StartEpoch:
 
 
 def credit(worker: int = 0, consumed: int = 0, epoch: int = 1, session: str = SESSION) -> Credit:
-    return Credit(session, worker, 0, epoch, consumed)
+    return Credit(session, worker, 0, epoch, consumed, False)
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -363,7 +373,7 @@ def test_an_abandoned_epoch_is_an_error_of_this_package() -> None:
 def mailbox_of(num_workers: int = 2, **limits: int) -> tuple[DispatchMailbox, Bell]:
     """In epoch 1, in which every worker has asked."""
     bell = Bell()
-    mailbox = DispatchMailbox(start(num_workers, **limits), bell)  # type: ignore[arg-type]
+    mailbox = DispatchMailbox(start(num_workers, **limits), bell, logbook())  # type: ignore[arg-type]
     epoch_of(mailbox, 1)
     for worker in range(num_workers):
         mailbox.credit(credit(worker))
@@ -541,7 +551,8 @@ def test_every_element_reaches_its_worker_once_and_in_order(
 ) -> None:
     """Whatever the order in which the threads of all workers move, over two epochs, the first of them abandoned."""
     count, nbytes = limits
-    wire, mailbox = Wire(num_workers), DispatchMailbox(start(num_workers, count=count, nbytes=nbytes), Bell())  # type: ignore[arg-type]
+    wire, begin = Wire(num_workers), start(num_workers, count=count, nbytes=nbytes)
+    mailbox = DispatchMailbox(begin, Bell(), logbook())  # type: ignore[arg-type]
     outlet = FeedOutlet(mailbox, wire, SESSION)  # type: ignore[arg-type]
     feeds = [Feed(start(num_workers, worker, count=count, nbytes=nbytes), Bell()) for worker in range(num_workers)]  # type: ignore[arg-type]
     for feed in feeds:
@@ -605,4 +616,4 @@ def test_every_element_reaches_its_worker_once_and_in_order(
 
 
 def _asking(feed: Feed, epoch: int) -> Credit:
-    return Credit(SESSION, feed._start.worker, 0, epoch, feed._merge.consumed[0])
+    return Credit(SESSION, feed._start.worker, 0, epoch, feed._merge.consumed[0], False)

@@ -14,7 +14,6 @@ from rpc_reading_service.messages import (
     CHUNK_BYTES,
     CONTROL_BYTES,
     PROTOCOL_VERSION,
-    Batches,
     CountedMessage,
     Credit,
     Data,
@@ -68,8 +67,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StrType(min_length=least, max_length=most, pattern=pattern):
             alphabet = "0123456789abcdef" if pattern else st.characters(codec="utf-8")
             return st.text(alphabet, min_size=least or 0, max_size=min(most or 40, 64))
-        case inspect.FloatType():
-            return st.floats(allow_nan=False)
+        case inspect.FloatType(ge=ge):
+            return st.floats(min_value=ge, allow_nan=False)
+        case inspect.EnumType(cls=cls):
+            return st.sampled_from(cls)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():
@@ -124,8 +125,17 @@ def bad_values(kind: inspect.Type) -> Iterator[tuple[Any, str]]:
             if pattern is not None:
                 yield "A" * 32, "Expected `str` matching regex"
                 yield "../" + "a" * 29, "Expected `str` matching regex"
-        case inspect.FloatType():
+        case inspect.FloatType(ge=ge):
             yield "1.0", "Expected `float`, got `str`"
+            if ge is not None:
+                yield ge - 1.0, f"Expected `float` >= {ge}"
+        case inspect.EnumType(cls=cls):
+            yield len(cls), f"Invalid enum value {len(cls)}"
+        case inspect.StructType(cls=cls):
+            good = msgspec.to_builtins(cls(*example(cls)))
+            for place, field in enumerate(fields(cls)):
+                for value, words in bad_values(field.type):
+                    yield [*good[:place], value, *good[place + 1 :]], words
         case inspect.BoolType():
             yield 1, "Expected `bool`, got `int`"
         case inspect.UnionType(types=types) if any(isinstance(each, inspect.StructType) for each in types):
@@ -151,19 +161,30 @@ def bad_values(kind: inspect.Type) -> Iterator[tuple[Any, str]]:
 
 def examples() -> Iterator[Message]:
     """One message of each kind, the same every time."""
-    plain = {inspect.IntType: 7, inspect.FloatType: 1.5, inspect.BoolType: True, inspect.UnionType: None}
     for kind in KINDS:
-        arguments = [
-            SESSION * (2 if field.name == "graph" else 1)
-            if isinstance(field.type, inspect.StrType)
-            else ({7: Place(*[7] * 6)} if kind is Batches else {"python": "3.11"})
-            if isinstance(field.type, inspect.DictType)
-            else ([[1]] if kind is Batches else [1])
-            if isinstance(field.type, inspect.ListType)
-            else plain[type(field.type)]
-            for field in fields(kind)
-        ]
-        yield kind(*arguments)
+        yield kind(*example(kind))
+
+
+def example(kind: type[msgspec.Struct]) -> list[Any]:
+    """Arguments of one value of this kind, the same every time."""
+    return [SESSION * 2 if field.name == "graph" else plain_value(field.type) for field in fields(kind)]
+
+
+def plain_value(kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.StrType():
+            return SESSION
+        case inspect.DictType(value_type=inspect.StructType()):
+            return {7: Place(*[7] * 6)}
+        case inspect.DictType():
+            return {"python": "3.11"}
+        case inspect.ListType(item_type=item):
+            return [plain_value(item)]
+        case inspect.StructType(cls=cls):
+            return cls(*example(cls))
+        case inspect.EnumType(cls=cls):
+            return next(iter(cls))
+    return {inspect.IntType: 7, inspect.FloatType: 1.5, inspect.BoolType: True, inspect.UnionType: None}[type(kind)]
 
 
 EXAMPLES = {type(message): message for message in examples()}
@@ -196,16 +217,16 @@ def test_a_message_comes_back_as_it_was(kind: type[Message], union: str, data: s
 
 @pytest.mark.parametrize("container", [bytes, bytearray, memoryview])
 def test_a_frame_is_any_bytes_like_object(container: Any) -> None:
-    message = Credit(SESSION, 1, 0, 3, 17)
+    message = Credit(SESSION, 1, 0, 3, 17, True)
     assert decode(container(encode(message)), ToWorkerData) == message
 
 
 def test_a_message_is_a_compact_array_told_apart_by_its_name() -> None:
-    assert raw(Credit(SESSION, 1, 0, 3, 17)) == ["Credit", SESSION, 1, 0, 3, 17]
+    assert raw(Credit(SESSION, 1, 0, 3, 17, True)) == ["Credit", SESSION, 1, 0, 3, 17, True]
 
 
 def test_a_message_cannot_be_changed() -> None:
-    message: Any = Credit(SESSION, 1, 0, 3, 17)
+    message: Any = Credit(SESSION, 1, 0, 3, 17, True)
     with pytest.raises(AttributeError, match="immutable type: 'Credit'"):
         message.consumed = 18
 

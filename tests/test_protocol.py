@@ -470,7 +470,7 @@ class Played:
 
     def beat(self, address: str, boot: str = BOOT, lost: int = 0) -> None:
         """The daemon answers a heartbeat; so many of its messages have not arrived."""
-        self.receive(address, HeartbeatReply(SESSION, self.session.links[address].received + lost, boot))
+        self.receive(address, HeartbeatReply(SESSION, self.session.links[address].received + lost, boot, []))
 
     def ready(self, worker: int, port: int = 6000) -> None:
         """The worker gets ready, and its data channel opens."""
@@ -1033,7 +1033,7 @@ def test_credit_goes_to_shards_that_have_more_to_send() -> None:
     played.session.shard_ended(1, played.now)
     played.session.credit(0, 4)
     played.session.credit(1, 4)
-    assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, 4))]
+    assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, 4, False))]
 
 
 def test_credit_for_a_vacant_worker_waits_for_the_replay() -> None:
@@ -1869,7 +1869,7 @@ class SimDaemon:
             case Heartbeat() if message.sent != self.received:
                 self.end("messages were lost")
             case Heartbeat():
-                self.tell(HeartbeatReply(SESSION, self.sent, f"{self.boot:032x}"))
+                self.tell(HeartbeatReply(SESSION, self.sent, f"{self.boot:032x}", []))
             case GraphChunk():
                 self.has_graph = True
             case CloseSession():

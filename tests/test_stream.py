@@ -267,7 +267,14 @@ def test_a_replay_of_a_large_batch_starts_over() -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [b"", b"\xc1", b"GET / HTTP/1.1\r\n", encode(Credit(SESSION, 0, 0, 0, 0)), batches([1])[:-1], batches([1]) + b"\0"],
+    [
+        b"",
+        b"\xc1",
+        b"GET / HTTP/1.1\r\n",
+        encode(Credit(SESSION, 0, 0, 0, 0, False)),
+        batches([1])[:-1],
+        batches([1]) + b"\0",
+    ],
     ids=["empty", "garbage", "http", "control message", "truncated", "too long"],
 )
 def test_a_header_that_cannot_be_read_is_an_error_without_a_header(frame: bytes) -> None:
