@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rpc_reading_service.inplace import collate, empty
     from rpc_reading_service.reading_service import RPCReadingService
     from rpc_reading_service.security import CurveKeys
+    from rpc_reading_service.statistics import Statistics
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "RPCReadingError",
     "RPCReadingService",
     "SlotsError",
+    "Statistics",
     "StreamError",
     "VersionError",
     "WorkerError",
@@ -56,7 +58,13 @@ __all__ = [
     "empty",
 ]
 
-_MODULES = {"RPCReadingService": "reading_service", "CurveKeys": "security", "collate": "inplace", "empty": "inplace"}
+_MODULES = {
+    "RPCReadingService": "reading_service",
+    "CurveKeys": "security",
+    "Statistics": "statistics",
+    "collate": "inplace",
+    "empty": "inplace",
+}
 """Of the public names that are no errors."""
 
 

@@ -50,6 +50,7 @@ from rpc_reading_service.messages import (
     AskStack,
     EndOfShard,
     FromDaemon,
+    HeartbeatReply,
     Limit,
     Opened,
     Pause,
@@ -60,6 +61,7 @@ from rpc_reading_service.messages import (
 from rpc_reading_service.resolver import Resolver
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import ClientSession, SessionOptions
+from rpc_reading_service.statistics import Place, Recorder, Statistics
 from rpc_reading_service.stream import Arrival, StreamReader
 from rpc_reading_service.transport import Deadline
 
@@ -121,6 +123,7 @@ class Client:
         self._changed = threading.Condition()
         self._session = ClientSession(addresses, options, self._progress)
         self._merge = Merge(0, in_order)
+        self._recorder = Recorder()
         self._meters: list[protocol.CreditMeter] = []
         self._reported: list[int] = []
         self._undelivered: deque[int] = deque()
@@ -200,6 +203,8 @@ class Client:
             self._merge.begin_epoch(epoch, consumed, turn)
             self._reported = self._merge.consumed
             self._undelivered.clear()
+            self._session.ask_for_reports(now)
+            self._recorder.begin_epoch(epoch, self._merge.num_workers, now)
             self._session.begin_shards(now)
             self._last_arrival = now
             self._heard = dict.fromkeys(range(self._merge.num_workers), now)
@@ -226,17 +231,29 @@ class Client:
             if item is Signal.PENDING:
                 item = self._wait_for_item(epoch)
             if isinstance(item, Signal):
+                self._end_epoch(epoch)
                 raise StopIteration
             worker, entry = item
             if self.tracks_delivery:
                 self._undelivered.append(worker)
-            due = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
-            told = due and self._give_credit(worker)
+            told = isinstance(entry, Entry) and self._consume(worker, entry.nbytes)
         if told:
             self._waker.wake()
         if isinstance(entry, Entry):
             return codec.decode(entry.header, entry.buffers)
         raise codec.decode_error(entry.payload, self._where(worker))
+
+    def _consume(self, worker: int, nbytes: int) -> bool:
+        """A batch is taken; whether that has to be said at once."""
+        self._recorder.consume(worker, nbytes)
+        return self._meters[worker].consume(nbytes) and self._give_credit(worker)
+
+    def _end_epoch(self, epoch: int) -> None:
+        if epoch == self._session.epoch and self._merge.exhausted:
+            now = time.monotonic()
+            self._recorder.end(now)
+            self._session.ask_for_reports(now)
+            self._waker.wake()
 
     def delivered(self) -> None:
         """With ``tracks_delivery``: a batch has come out at the end of the graph."""
@@ -267,7 +284,11 @@ class Client:
                 self._ask_the_silent()
             return self._found is not Signal.PENDING
 
-        self._wait(arrived, None, self._waiting_for_batch)
+        self._recorder.wait(self._merge.awaited, time.monotonic())
+        try:
+            self._wait(arrived, None, self._waiting_for_batch)
+        finally:
+            self._recorder.go_on(time.monotonic())
         return self._found
 
     def _ask_the_silent(self) -> None:
@@ -332,6 +353,19 @@ class Client:
             error = self._session.request_error(request)
         if error:
             raise codec.decode_error(error, f"in a worker process, in its {name} function")
+
+    # What it is doing.
+
+    def statistics(self) -> Statistics:
+        """A snapshot; see there. Safe from any thread, also when the session is over."""
+        self._check_process()
+        with self._changed:
+            now, session = time.monotonic(), self._session
+            if not self._closed:
+                session.ask_for_reports(now)
+                self._waker.wake()
+            places = [Place(w.worker, w.address, w.state.value) for w in session.workers]
+            return self._recorder.snapshot(places, self._in_order, session.losses, session.recoveries, now)
 
     # Waiting: every wait has a deadline and a name.
 
@@ -431,6 +465,7 @@ class Client:
     def close_session(self) -> None:
         """Tell the daemons, with the lock held, if that is due and has not been done."""
         if self._closed and not self._session.closed:
+            self._recorder.end(time.monotonic())
             self._session.close(time.monotonic())
 
     # For the I/O thread, with the lock held.
@@ -487,6 +522,12 @@ class Client:
         self._changed.notify_all()
         if self._session.is_running(stack.worker, stack.attempt, stack.epoch):
             self._compare(stack)
+
+    def reported(self, reply: HeartbeatReply) -> None:
+        """A daemon told what its workers do."""
+        workers = self._session.workers
+        current = [r for r in reply.reports if r.worker < len(workers) and workers[r.worker].attempt == r.attempt]
+        self._recorder.report(current, time.monotonic())
 
     def _compare(self, stack: Stack) -> None:
         """What a worker has sent with what has arrived."""
@@ -711,6 +752,8 @@ class _IOThread:
                 self._client.session.receive(dealer.address, message, frames[1] if len(frames) > 1 else None, now)
                 if isinstance(message, Stack):
                     self._client.stack(message)
+                elif isinstance(message, HeartbeatReply):
+                    self._client.reported(message)
                 if self._client.session.num_shards:
                     self._client.workers_known(self._client.session.num_shards)
                 self._client.lock.notify_all()

@@ -30,6 +30,7 @@ from rpc_reading_service.messages import CHUNK_BYTES
 from rpc_reading_service.pool import Pool
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import SessionOptions
+from rpc_reading_service.statistics import NOTHING, Statistics
 
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 KEYS_VARIABLE = "RPC_READING_KEYS"
@@ -255,6 +256,14 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _options=cloudpickle.loads(state["_options"]))
         self._reset()
+
+    def statistics(self) -> Statistics:
+        """What the workers and the training have done of late, and in words why the training waits, if it does.
+
+        Cheap, and safe from any thread at any time: what was last known stays when the service has been finalized.
+        DataLoader2 works with a copy of the service that it is given: ask ``loader.reading_service``.
+        """
+        return NOTHING if self._client is None else self._client.statistics()
 
     # From initialize to finalize.
 

@@ -71,6 +71,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 """How often the client tells each daemon that it is alive."""
 
+REPORT_S = 0.5
+"""How often workers may be asked for what they do, at most."""
+
 SILENCE_S = 10.0
 """A daemon that answers no heartbeat for so long is lost: within the 15 s that are promised, with room to act."""
 
@@ -165,6 +168,8 @@ class Worker:
     lost_at: tuple[int, int, bool] = (0, -1, False)
     not_before: float = 0.0
     last_loss: str = ""
+    is_lost: bool = False
+    """Since its last process was lost, none has been ready."""
 
     def __str__(self) -> str:
         return f"worker {self.worker} on {self.address}" + (f" (pid {self.pid})" if self.pid else "")
@@ -194,6 +199,8 @@ class ClientSession:
         self.epoch = 0
         self.closed = False
         self.closed_at = 0.0
+        self.losses = 0
+        self.recoveries = 0
         self._progress = progress
         self._wanted: dict[str, int] | None = None
         self._seeds: list[bytes] = []
@@ -519,6 +526,8 @@ class ClientSession:
     def _stand_by(self, worker: Worker, now: float) -> None:
         worker.change(_E.READY, now)
         worker.failed_starts = 0
+        self.recoveries += worker.is_lost
+        worker.is_lost = False
         if not self.options.dispatching:
             self._catch_up(worker, now)
         elif self.ready:
@@ -652,6 +661,8 @@ class ClientSession:
         if worker.attempt != attempt or worker.state in (_S.VACANT, _S.CLOSED):
             return
         worker.last_loss = f"{worker} {reason}"
+        worker.is_lost = True
+        self.losses += 1
         logger.warning("%s", worker.last_loss)
         worker.failed_starts += worker.state is _S.STARTING
         self._wait_longer(worker, now)
@@ -765,6 +776,12 @@ class ClientSession:
     def _beat(self, link: Link, now: float) -> None:
         link.beat = now
         self._send(link, Heartbeat(self.options.session, link.sent))
+
+    def ask_for_reports(self, now: float) -> None:
+        """Learn what the workers do before the next heartbeat is due."""
+        for link in self.links.values():
+            if link.state is LinkState.OPEN and now - link.beat >= REPORT_S:
+                self._beat(link, now)
 
     def link_rejected(self, address: str) -> None:
         """No connection comes about, as the two ends do not agree on their keys: nobody need wait for this daemon."""

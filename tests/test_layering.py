@@ -10,7 +10,7 @@ import pytest
 import rpc_reading_service
 
 VALUES = ["errors", "messages"]
-PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "session", "merge", "checkpoint"]
+PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "session", "merge", "statistics", "checkpoint"]
 EFFECTS = ["security", "buffers", "segments", "floods", "transport", "resolver", "stream"]
 EFFECTS += ["inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "origin", "daemon", "client"]

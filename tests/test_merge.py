@@ -413,6 +413,14 @@ def test_received_counts_arrivals_and_consumed_what_was_handed_out() -> None:
     assert merge.consumed == [1, 0]
 
 
+def test_a_shard_has_something_waiting_from_its_arrival_until_its_turn() -> None:
+    merge = began(2)
+    merge.add(0, [Entry("a", (), 1)])
+    assert [merge.has_waiting(worker) for worker in range(2)] == [True, False]
+    merge.next()
+    assert not merge.has_waiting(0)
+
+
 def test_nothing_is_exhausted_while_an_item_waits() -> None:
     merge = began(1)
     arrive(merge, batches(0, 0))

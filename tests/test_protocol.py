@@ -98,6 +98,7 @@ from rpc_reading_service.session import (
     MAX_LOSSES,
     MAX_RESTART_S,
     NO_REQUEST,
+    REPORT_S,
     RESOLVE_S,
     SILENCE_S,
     START_WITHOUT_S,
@@ -1033,7 +1034,8 @@ def test_credit_goes_to_shards_that_have_more_to_send() -> None:
     played.session.shard_ended(1, played.now)
     played.session.credit(0, 4)
     played.session.credit(1, 4)
-    assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, 4, False))]
+    played.session.credit(0, 5, hungry=True)
+    assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, consumed, consumed == 5)) for consumed in (4, 5)]
 
 
 def test_credit_for_a_vacant_worker_waits_for_the_replay() -> None:
@@ -1467,6 +1469,32 @@ def test_a_connection_that_lost_messages_is_given_up() -> None:
         "worker 0 on a (pid 42) is lost: a lost some with a broken connection: of 5 messages that it has sent, 4 have "
         "arrived"
     )
+
+
+def test_reports_are_asked_for_between_heartbeats_but_not_again_and_again() -> None:
+    played = running(1, 1)
+    played.now += REPORT_S
+    for _ in range(3):
+        played.session.ask_for_reports(played.now)
+    assert [type(each) for each in played.take()] == [Heartbeat, Heartbeat]
+    played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))  # and a is asked for one more slot
+    played.take()
+    played.now += REPORT_S
+    played.session.ask_for_reports(played.now)
+    assert played.take() == []
+
+
+def test_what_was_lost_and_has_a_worker_again_is_counted_and_what_moves_is_not() -> None:
+    played = running(1, 2)
+    played.exited(0)
+    assert (played.session.losses, played.session.recoveries) == (1, 0)
+    played.exited(0)
+    played.again(0)
+    assert (played.session.losses, played.session.recoveries) == (2, 1)
+    played.ready(0)
+    played.session.shard_ended(2, played.now)
+    played.receive("b", Draining(SESSION, "it got SIGTERM", 60.0))
+    assert (played.session.losses, played.session.recoveries) == (2, 1)
 
 
 def test_heartbeats_tell_how_many_messages_came_before_them() -> None:
