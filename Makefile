@@ -17,8 +17,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 # The modules without I/O, each of whose branches has a test.
-PURE := codec messages merge protocol pool recycling actions links session statistics checkpoint
-PURE_TESTS := codec messages merge protocol pool recycling state statistics
+PURE := codec messages merge protocol pool recycling actions links progress session statistics checkpoint
+PURE_TESTS := codec messages merge protocol pool recycling state statistics progress
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

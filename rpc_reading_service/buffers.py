@@ -194,7 +194,7 @@ class Logbook:
         self._batch = page[:8].cast("q")
         self._written = page[8:16].cast("d")
         self._phase = Phase.IDLE
-        self._since: float | None = None
+        self._since = 0.0
         self._write_at = 0.0
         self._batches = self._nbytes = self._replayed = 0
         self._seconds = [0.0] * len(Phase)
@@ -208,6 +208,12 @@ class Logbook:
 
     # For the worker.
 
+    def open(self, now: float) -> None:
+        """The worker begins; the times count from here."""
+        self.idle()
+        self._since = now
+        self._write(now)
+
     def at(self, batch: int) -> None:
         """The graph is asked for this batch."""
         self._batch[0] = batch
@@ -218,7 +224,8 @@ class Logbook:
 
     def ask(self, phase: Phase, now: float) -> None:
         """The graph is asked for something."""
-        self.enter(phase, now)
+        self._seconds[self._phase] += now - self._since  # as ``enter``, without the call
+        self._phase, self._since = phase, now
         if now >= self._write_at:
             self._write(now)
 
@@ -229,8 +236,7 @@ class Logbook:
 
     def enter(self, phase: Phase, now: float) -> None:
         """The next phase begins: the time since the last one began is booked to that one."""
-        if self._since is not None:
-            self._seconds[self._phase] += now - self._since
+        self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     def rename(self, phase: Phase) -> None:

@@ -58,6 +58,7 @@ from rpc_reading_service.messages import (
     ShardError,
     Stack,
 )
+from rpc_reading_service.progress import Progress, Stage
 from rpc_reading_service.resolver import Resolver
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import ClientSession, SessionOptions
@@ -123,7 +124,8 @@ class Client:
         self._changed = threading.Condition()
         self._session = ClientSession(addresses, options, self._progress)
         self._merge = Merge(0, in_order)
-        self._recorder = Recorder()
+        self._recorder = Recorder(lambda: self._merge.consumed)
+        self._stages = Progress()
         self._meters: list[protocol.CreditMeter] = []
         self._reported: list[int] = []
         self._undelivered: deque[int] = deque()
@@ -236,17 +238,13 @@ class Client:
             worker, entry = item
             if self.tracks_delivery:
                 self._undelivered.append(worker)
-            told = isinstance(entry, Entry) and self._consume(worker, entry.nbytes)
+            due = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
+            told = due and self._give_credit(worker)
         if told:
             self._waker.wake()
         if isinstance(entry, Entry):
             return codec.decode(entry.header, entry.buffers)
         raise codec.decode_error(entry.payload, self._where(worker))
-
-    def _consume(self, worker: int, nbytes: int) -> bool:
-        """A batch is taken; whether that has to be said at once."""
-        self._recorder.consume(worker, nbytes)
-        return self._meters[worker].consume(nbytes) and self._give_credit(worker)
 
     def _end_epoch(self, epoch: int) -> None:
         if epoch == self._session.epoch and self._merge.exhausted:
@@ -366,6 +364,10 @@ class Client:
                 self._waker.wake()
             places = [Place(w.worker, w.address, w.state.value) for w in session.workers]
             return self._recorder.snapshot(places, self._in_order, session.losses, session.recoveries, now)
+
+    def lasting(self) -> Sequence[Stage]:
+        """What takes long, and how far it is; safe from any thread."""
+        return self._stages.lasting
 
     # Waiting: every wait has a deadline and a name.
 
@@ -511,6 +513,11 @@ class Client:
         self._overdue.pop(worker, None)
         self._changed.notify_all()
 
+    def add(self, worker: int, entries: Sequence[Entry]) -> None:
+        """Batches came from a worker."""
+        self._merge.add(worker, entries)
+        self._recorder.arrive(worker, len(entries), sum([entry.nbytes for entry in entries]))
+
     def arrived(self, worker: int) -> None:
         """A batch came from a worker, or the end of its shard."""
         self._last_arrival = time.monotonic()
@@ -528,6 +535,13 @@ class Client:
         workers = self._session.workers
         current = [r for r in reply.reports if r.worker < len(workers) and workers[r.worker].attempt == r.attempt]
         self._recorder.report(current, time.monotonic())
+
+    def look_at_stages(self, now: float) -> list[str]:
+        """What takes long; returns lines for the log."""
+        stages = [] if self._closed else self._session.stages(self._recorder.replayed)
+        if any(stage.name == "replaying" for stage in stages):
+            self._session.ask_for_reports(now)
+        return self._stages.look(stages, now)
 
     def _compare(self, stack: Stack) -> None:
         """What a worker has sent with what has arrived."""
@@ -555,7 +569,7 @@ class _IOThread:
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}
         self._connections: dict[tuple[int, int], transport.DataConnection] = {}
-        self._tick_at = 0.0
+        self._tick_at = self._look_at = 0.0
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
 
     def start(self) -> None:
@@ -606,7 +620,7 @@ class _IOThread:
             return session.over or time.monotonic() > session.closed_at + CLOSE_S
 
     def _step(self) -> None:
-        now = time.monotonic()
+        now, news = time.monotonic(), []
         with self._client.lock:
             self._client.close_session()
             addresses = self._client.resolver.take()
@@ -615,7 +629,12 @@ class _IOThread:
             if now >= self._tick_at:  # and not for every message
                 self._client.session.tick(now)
                 self._tick_at = now + LEAST_TICK_S
+            if now >= self._look_at:
+                news = self._client.look_at_stages(now)
+                self._look_at = now + TICK_S
             actions = self._client.session.take_actions()
+        for line in news:
+            logger.info("%s", line)
         for action in actions:
             self._act(action)
         ready = self._poller.wait(TICK_S)
@@ -812,7 +831,7 @@ class _IOThread:
             merge.end(header.worker)
             session.shard_ended(header.worker, now)
         else:
-            merge.add(header.worker, arrival.entries)
+            client.add(header.worker, arrival.entries)
         client.arrived(header.worker)
 
 

@@ -38,6 +38,7 @@ from rpc_reading_service.messages import (
     Draining,
     FromClient,
     FromWorker,
+    GraphArriving,
     GraphChunk,
     Heartbeat,
     HeartbeatReply,
@@ -91,6 +92,9 @@ MAX_GRAPH_BYTES = 4 << 30
 
 TICK_S = 1.0
 MESSAGES_PER_TURN = 100
+GRAPH_NEWS_S = 1.0
+"""How often a client hears how much of its graph has arrived."""
+
 FAREWELL_S = 0.5
 
 UNKNOWN = "the daemon does not know it"
@@ -231,6 +235,9 @@ class Session:
     was_in_step: bool = True
     slots: int = 0
     graph: StoredGraph | None = None
+    graph_told: int = 0
+    """Bytes of its graph of which its client knows that they are here."""
+    tell_graph_at: float = 0.0
     workers: dict[tuple[int, int], WorkerProcess] = field(default_factory=dict)
     orphaned_at: float | None = None
     ending: str | None = None
@@ -427,7 +434,7 @@ class Daemon:
     def _handle(self, session: Session, message: Any, payload: bytes | None, now: float) -> None:
         match message:
             case GraphChunk():
-                self._graph_chunk(session, message, payload or b"")
+                self._graph_chunk(session, message, payload or b"", now)
             case StartWorker():
                 self._start_worker(session, message, payload or b"")
             case StopWorker():
@@ -556,13 +563,16 @@ class Daemon:
             f"session{'s' * (others != 1)}, while {message.slots} were asked for"
         )
 
-    def _graph_chunk(self, session: Session, message: GraphChunk, payload: bytes) -> None:
+    def _graph_chunk(self, session: Session, message: GraphChunk, payload: bytes, now: float) -> None:
         graph = session.graph
-        if graph is None or graph.complete or not graph.append(message.offset, payload):
+        if graph is None:
             return
-        if graph.complete:
+        if not graph.complete and graph.append(message.offset, payload) and graph.complete:
             self._graphs.setdefault(graph.digest, graph)
             logger.info("%s: its graph has arrived, %.1f MB", session, graph.nbytes / 1e6)
+        if graph.received > session.graph_told and (graph.complete or now >= session.tell_graph_at):
+            session.graph_told, session.tell_graph_at = graph.received, now + GRAPH_NEWS_S
+            self._tell(session, GraphArriving(session.session, session.sent, graph.received))
 
     # Workers.
 

@@ -77,6 +77,9 @@ class Link:
     held: int = 0
     """Slots that it holds for this session."""
     has_graph: bool = False
+    """Whether the graph is there, or was sent."""
+    arriving: int | None = None
+    """Bytes of the graph that have arrived there; None if it is not on its way."""
     trouble: str = ""
     """What it said, or what became of it, for an error's text."""
     rejected: bool = False
@@ -108,3 +111,4 @@ class Link:
         logger.debug("= %s: %s", self.address, event.value)
         if event is LinkEvent.LOSE:
             self.held, self.has_graph, self.draining, self.dropped = 0, False, False, None
+            self.arriving = None

@@ -9,6 +9,7 @@ addressed to a worker, and what a worker answers, without a look at the payload.
       | -- OpenSession ------------------->   |                                     |
       |  <------- SessionOpened | Refused --  |                                     |
       | -- GraphChunk + payload, ... ----->   |                                     |
+      |  <---------- GraphArriving, ... ----  |                                     |
       | -- StartWorker ------------------->   | == forked from the forkserver ==>   |
       |  <-------------------------------------- WorkerReady | WorkerFailed ------  |
       | -- StartEpoch + seeds ------------------------------------------------->    |
@@ -143,6 +144,13 @@ class GraphChunk(SessionMessage, frozen=True):
 
     offset: Count
     """Where the payload belongs; chunks come in order."""
+
+
+class GraphArriving(CountedMessage, frozen=True):
+    """Daemon to client, each second and at the end: how much of the graph is here; on a slow link, a sign of life."""
+
+    received: Count
+    """Bytes of the pickled graph."""
 
 
 class CloseSession(SessionMessage, frozen=True):
@@ -390,6 +398,7 @@ FromDaemon: TypeAlias = (
     Welcome
     | Refused
     | SessionOpened
+    | GraphArriving
     | SessionClosed
     | HeartbeatReply
     | Draining

@@ -4,6 +4,7 @@ import functools
 import os
 import secrets
 import socket
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from torchdata.datapipes.utils import pin_memory_fn
 from rpc_reading_service import checkpoint, graph, resolver, transport
 from rpc_reading_service.client import WARN_AFTER_S, Client
 from rpc_reading_service.daemon import versions
+from rpc_reading_service.display import Display
 from rpc_reading_service.errors import AddressError, ClosedError, GraphError, GraphPickleError
 from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
@@ -75,6 +77,7 @@ class Options:
     share_workers: bool
     transport: str
     keys: str | CurveKeys | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int) and self.num_workers is not None and self.num_workers > self.workers:
@@ -173,6 +176,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         share_workers: in a distributed training (``torch.distributed`` is initialized) every rank takes its own share
             of the daemons: ``workers[rank::world_size]`` if there are enough, else an even part of the slots of one;
             False: this rank may use all of ``workers``
+        progress: show bars on stderr, if that is a terminal, for what takes longer than 2 s before batches come: the
+            graph being sent, workers starting, a replay; the log says so at level INFO in any case
 
     Raises:
         TypeError, ValueError, AddressError: an argument is none of what is allowed; named in the text.
@@ -199,6 +204,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         prefetch_bytes: int | None = None,
         transport: str = "auto",
         share_workers: bool = True,
+        progress: bool = False,
     ) -> None:
         self._options = Options(
             workers=_check_workers(workers),
@@ -216,6 +222,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             share_workers=_flag("share_workers", share_workers),
             transport=_one_of(("auto", "tcp", "shm"), "transport", transport),
             keys=_check_keys(keys),
+            progress=_flag("progress", progress),
         )
         self.num_workers = self._options.num_workers  # for reading, as torchdata's service has them
         self.worker_prefetch_cnt = self._options.worker_prefetch_cnt
@@ -299,7 +306,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         source.pin = _pin if pins else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
-        self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons)
+        display = Display(client.lasting, sys.stderr) if options.progress and sys.stderr.isatty() else None
+        self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons, display)
         try:
             client.open()
         except BaseException:
@@ -498,7 +506,9 @@ class _End(IterDataPipe[Any]):
         return len(self.datapipe)
 
 
-def _shut_down(client: Client, daemons: LocalDaemons | None) -> None:
+def _shut_down(client: Client, daemons: LocalDaemons | None, display: Display | None) -> None:
+    if display is not None:
+        display.close()
     client.close()
     if daemons is not None:
         daemons.close()

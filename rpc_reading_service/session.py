@@ -41,6 +41,7 @@ from rpc_reading_service.messages import (
     Done,
     Draining,
     FromDaemon,
+    GraphArriving,
     GraphChunk,
     Heartbeat,
     HeartbeatReply,
@@ -64,6 +65,7 @@ from rpc_reading_service.messages import (
     WorkerReady,
 )
 from rpc_reading_service.pool import Pool, deal
+from rpc_reading_service.progress import Stage
 from rpc_reading_service.protocol import WorkerEvent, WorkerState, advance, compare_versions
 
 logger = logging.getLogger(__name__)
@@ -168,6 +170,8 @@ class Worker:
     lost_at: tuple[int, int, bool] = (0, -1, False)
     not_before: float = 0.0
     last_loss: str = ""
+    skip: int = 0
+    """Batches that its process was told to suppress first."""
     is_lost: bool = False
     """Since its last process was lost, none has been ready."""
 
@@ -420,7 +424,7 @@ class ClientSession:
     def _send_graph(self, link: Link) -> None:
         if link.has_graph:
             return
-        link.has_graph = True
+        link.has_graph, link.arriving = True, 0
         offset = 0
         for chunk in self.options.graph_chunks:
             self._send(link, GraphChunk(self.options.session, offset), chunk)
@@ -447,6 +451,8 @@ class ClientSession:
                 self._opened(link, message, now)
             case SessionClosed():
                 self._session_closed(link, message, now)
+            case GraphArriving():
+                link.arriving = message.received if message.received < self.options.graph_bytes else None
             case HeartbeatReply():
                 self._heartbeat(link, message, now)
             case Draining():
@@ -582,6 +588,7 @@ class ClientSession:
     def _begin(self, worker: Worker, now: float) -> None:
         received, consumed = self._progress(worker.worker)
         worker.change(_E.BEGIN, now)
+        worker.skip = received
         message = StartEpoch(self.options.session, worker.worker, worker.attempt, self.epoch, received, consumed)
         self._send(self.links[worker.address], message, self._seeds[worker.worker])
 
@@ -646,6 +653,35 @@ class ClientSession:
     def request_error(self, request: int) -> bytes | None:
         """The encoded exception of a worker that could not carry the request out."""
         return self._request_errors.pop(request, None)
+
+    # What takes long.
+
+    def stages(self, replayed: Callable[[int, int], int]) -> list[Stage]:
+        """What keeps batches from coming.
+
+        Args:
+            replayed: for a worker and its attempt, batches that the process has suppressed
+        """
+        stages = [self._sending(), self._starting(), self._replaying(replayed)]
+        return [stage for stage in stages if stage.total]
+
+    def _sending(self) -> Stage:
+        arriving = [link.arriving for link in self.links.values() if link.arriving is not None]
+        total = len(arriving) * self.options.graph_bytes
+        return Stage("sending the graph", sum(arriving) / 1e6, total / 1e6, "MB")
+
+    def _starting(self) -> Stage:
+        """Whose daemon has no graph yet cannot start."""
+        workers = [w for w in self.workers if w.address and self.links[w.address].arriving is None]
+        ready = sum(w.state not in (_S.VACANT, _S.STARTING) for w in workers)
+        return Stage("starting workers", ready, 0 if ready == len(workers) else len(workers), "workers")
+
+    def _replaying(self, replayed: Callable[[int, int], int]) -> Stage:
+        """Until its first new batch has arrived."""
+        shards = [self.workers[worker] for worker in self._unfinished]
+        behind = [w for w in shards if w.state is _S.RUNNING and self._progress(w.worker)[0] == w.skip > 0]
+        done = sum(min(w.skip, replayed(w.worker, w.attempt)) for w in behind)
+        return Stage("replaying", done, sum(w.skip for w in behind), "batches")
 
     # Losses.
 

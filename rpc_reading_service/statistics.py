@@ -9,7 +9,7 @@ Everything is counted over a window: the last ``WINDOW_S`` of the running epoch,
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class WorkerStatistics:
     batches: int
     """Batches of it that the training loop has taken."""
     nbytes: int
-    """Their size, encoded."""
+    """Size of those that have arrived, encoded."""
     batches_per_s: float
     """``batches`` by the window's time."""
     waited_s: float
@@ -79,7 +79,7 @@ class Statistics:
     batches: int
     """Batches that the training loop has taken."""
     nbytes: int
-    """Their size, encoded."""
+    """Size of those that have arrived, encoded."""
     batches_per_s: float
     """``batches`` by ``seconds``."""
     waited_s: float
@@ -155,14 +155,18 @@ class _Mark(NamedTuple):
 
 
 class Recorder:
-    """Adds up what a session does. Whoever calls holds the client's lock."""
+    """Adds up what a session does. Whoever calls holds the client's lock.
 
-    def __init__(self) -> None:
+    Args:
+        consumed: per shard, batches of the epoch that were handed to the training loop
+    """
+
+    def __init__(self, consumed: Callable[[], list[int]]) -> None:
+        self._consumed = consumed
         self._epoch = 0
         self._ended: float | None = None
         self._waits_since: float | None = None
         self._waits_for: int | None = None
-        self._batches: list[int] = []
         self._nbytes: list[int] = []
         self._waited: list[float] = []
         self._waited_s = 0.0
@@ -172,8 +176,8 @@ class Recorder:
     def begin_epoch(self, epoch: int, num_workers: int, now: float) -> None:
         """Count from zero; of the workers, from what they reported last."""
         self._epoch, self._ended, self._waits_since = epoch, None, None
-        self._batches, self._nbytes = [0] * num_workers, [0] * num_workers
-        self._waited, self._waited_s = [0.0] * num_workers, 0.0
+        self._nbytes, self._waited = [0] * num_workers, [0.0] * num_workers
+        self._waited_s = 0.0
         self._marks.clear()
         self._marks.append(self._mark(now))
 
@@ -182,10 +186,9 @@ class Recorder:
         if self._ended is None:
             self._ended = now
 
-    def consume(self, worker: int, nbytes: int) -> None:
-        """The training loop takes a batch."""
-        self._batches[worker] += 1
-        self._nbytes[worker] += nbytes - protocol.BATCH_OVERHEAD_BYTES
+    def arrive(self, worker: int, batches: int, weight: int) -> None:
+        """Batches arrive, which count for so much in the window."""
+        self._nbytes[worker] += weight - batches * protocol.BATCH_OVERHEAD_BYTES
 
     def wait(self, awaited: Sequence[int], now: float) -> None:
         """The training loop begins to wait for one of these workers."""
@@ -210,12 +213,17 @@ class Recorder:
         while self._marks[1].at <= now - WINDOW_S:
             self._marks.popleft()
 
+    def replayed(self, worker: int, attempt: int) -> int:
+        """Batches that this process of a shard has suppressed, as far as is known."""
+        report = self._reports.get(worker)
+        return report.replayed if report is not None and report.attempt == attempt else 0
+
     def _mark(self, now: float) -> _Mark:
         """The counts, with as much of a wait as has passed."""
         since = self._waits_since
         self.go_on(now)
         self._waits_since = None if since is None else now
-        counts = [*self._batches], [*self._nbytes], [*self._waited], self._waited_s
+        counts = self._consumed(), [*self._nbytes], [*self._waited], self._waited_s
         return _Mark(now, *counts, dict(self._reports))
 
     # Reading.

@@ -579,8 +579,7 @@ def main(
     reply = Reply(channel)
     try:
         logbook = buffers.Logbook(logbook_fd)
-        logbook.idle()
-        logbook.wait(Phase.IDLE, time.monotonic())
+        logbook.open(time.monotonic())
         runner = _build(channel, reply, unpickle, logbook, start, host, ports, secret, limit)
     except BaseException as error:  # user code may raise anything; the client is told
         failed = WorkerFailed(start.session, start.worker, start.attempt, graph.missing_module(error))

@@ -302,7 +302,7 @@ def two_ends() -> Iterator[tuple[Logbook, Logbook]]:
 def test_the_daemon_reads_what_the_worker_has_done(two_ends: tuple[Logbook, Logbook]) -> None:
     worker, daemon = two_ends
     assert daemon.report(3, 1, 99.0) == WorkerReport(3, 1, Phase.IDLE, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    worker.wait(Phase.IDLE, 100.0)
+    worker.open(100.0)
     worker.ask(Phase.REPLAY, 101.0)
     worker.replayed()
     worker.ask(Phase.GRAPH, 103.0)
@@ -317,7 +317,7 @@ def test_the_daemon_reads_what_the_worker_has_done(two_ends: tuple[Logbook, Logb
 
 def test_a_quick_worker_does_not_write_for_every_batch(two_ends: tuple[Logbook, Logbook]) -> None:
     worker, daemon = two_ends
-    worker.wait(Phase.IDLE, 100.0)
+    worker.open(100.0)
     for batch in range(1, 11):
         worker.ask(Phase.GRAPH, 100.0 + batch * 0.0009)
         worker.enter(Phase.ENCODING, 100.0 + batch * 0.0009)
@@ -327,6 +327,7 @@ def test_a_quick_worker_does_not_write_for_every_batch(two_ends: tuple[Logbook, 
 
 def test_a_worker_that_dies_while_it_writes_is_still_read(two_ends: tuple[Logbook, Logbook]) -> None:
     worker, daemon = two_ends
+    worker.open(99.0)
     worker.wait(Phase.GRAPH, 100.0)
     worker.wait(Phase.CREDIT, 103.0)
     worker._written[0] = Logbook._CHANGING

@@ -51,6 +51,7 @@ from rpc_reading_service.messages import (
     Done,
     Draining,
     EndOfShard,
+    GraphArriving,
     GraphChunk,
     Heartbeat,
     HeartbeatReply,
@@ -1558,6 +1559,58 @@ def test_a_daemon_that_restarted_unnoticed_is_sent_the_graph_again() -> None:
     played.take()
     played.opened("a", 2, has_graph=False)
     assert [type(each) for each in played.take()] == [GraphChunk, GraphChunk, StartWorker]
+
+
+# What takes long.
+
+
+def nothing_yet(_worker: int, _attempt: int) -> int:
+    return 0
+
+
+def told(played: Played, replayed: Callable[[int, int], int] = nothing_yet) -> list[str]:
+    return [str(stage) for stage in played.session.stages(replayed)]
+
+
+def test_a_graph_that_is_under_way_is_a_stage_until_every_daemon_has_it() -> None:
+    played = started(1, 1, graph_bytes=50_000_000)
+    assert told(played) == ["sending the graph: 0 of 100 MB"]
+    for address, megabytes in (("a", 10), ("b", 30)):
+        played.receive(address, GraphArriving(SESSION, 1, megabytes * 1_000_000))
+    assert told(played) == ["sending the graph: 40 of 100 MB"]
+    played.receive("b", GraphArriving(SESSION, 2, 50_000_000))
+    assert told(played) == ["sending the graph: 10 of 50 MB", "starting workers: 0 of 1 workers"]
+    played.receive("a", GraphArriving(SESSION, 2, 50_000_000))
+    assert told(played) == ["starting workers: 0 of 2 workers"]
+    played.ready(0)
+    assert told(played) == ["starting workers: 1 of 2 workers"]
+    played.ready(1)
+    assert told(played) == []
+
+
+def test_a_graph_that_was_under_way_to_a_lost_daemon_is_not_any_more() -> None:
+    played = started(1, 1)
+    played.receive("a", GraphArriving(SESSION, 1, 5))
+    played.receive("b", SessionClosed(SESSION, "the daemon got SIGTERM"))
+    assert told(played) == ["starting workers: 0 of 2 workers"]
+
+
+def test_a_replay_is_a_stage_until_its_first_new_batch_has_arrived() -> None:
+    played = running(1, 1, progress={0: (40, 38), 1: (60, 60)})
+    for address in "ab":
+        played.receive(address, GraphArriving(SESSION, 1, 5))
+    for worker in range(2):
+        played.exited(worker)
+        played.tick(0.1)
+        played.ready(worker)
+    assert told(played) == ["replaying: 0 of 100 batches"]
+    assert told(played, lambda worker, attempt: 25 if (worker, attempt) == (1, 1) else 900) == [
+        "replaying: 65 of 100 batches"
+    ]
+    played.progress[0] = (41, 38)
+    assert told(played) == ["replaying: 0 of 60 batches"]
+    played.session.shard_ended(1, played.now)
+    assert told(played) == []
 
 
 # A daemon that is ending.

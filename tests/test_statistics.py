@@ -23,29 +23,37 @@ def snapshot(recorder: Recorder, now: float, losses: int = 0, recoveries: int = 
     return recorder.snapshot(PLACES, True, losses, recoveries, now)
 
 
+class Session(Recorder):
+    """A recorder, and what the training has taken of the epoch."""
+
+    def __init__(self) -> None:
+        self.consumed = [0, 0]
+        super().__init__(lambda: [*self.consumed])
+
+    def consume(self, worker: int, nbytes: int) -> None:
+        self.arrive(worker, 1, BATCH_OVERHEAD_BYTES + nbytes)
+        self.consumed[worker] += 1
+
+
 @pytest.fixture
-def recorder() -> Recorder:
+def recorder() -> Session:
     """In epoch 1, since 100.0, with two workers."""
-    recorder = Recorder()
+    recorder = Session()
     recorder.begin_epoch(1, 2, 100.0)
     return recorder
-
-
-def consume(recorder: Recorder, worker: int, nbytes: int) -> None:
-    recorder.consume(worker, BATCH_OVERHEAD_BYTES + nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------- counting
 
 
 def test_before_the_first_epoch_nothing_is_counted() -> None:
-    assert snapshot(Recorder(), 5.0, losses=1) == replace(NOTHING, losses=1, verdict="no epoch has begun")
+    assert snapshot(Session(), 5.0, losses=1) == replace(NOTHING, losses=1, verdict="no epoch has begun")
 
 
-def test_batches_and_bytes_are_those_that_the_training_took(recorder: Recorder) -> None:
-    consume(recorder, 0, 300)
-    consume(recorder, 0, 100)
-    consume(recorder, 1, 50)
+def test_batches_and_bytes_are_those_that_the_training_took(recorder: Session) -> None:
+    recorder.consume(0, 300)
+    recorder.consume(0, 100)
+    recorder.consume(1, 50)
     now = snapshot(recorder, 104.0)
     assert (now.epoch, now.seconds, now.batches, now.nbytes, now.batches_per_s) == (1, 4.0, 3, 450, 0.75)
     assert [(w.worker, w.address, w.state, w.batches, w.nbytes, w.batches_per_s) for w in now.workers] == [
@@ -54,7 +62,7 @@ def test_batches_and_bytes_are_those_that_the_training_took(recorder: Recorder) 
     ]
 
 
-def test_a_wait_counts_for_the_one_worker_that_is_waited_for(recorder: Recorder) -> None:
+def test_a_wait_counts_for_the_one_worker_that_is_waited_for(recorder: Session) -> None:
     recorder.wait([1], 100.0)
     recorder.go_on(101.0)
     recorder.wait([0, 1], 102.0)
@@ -65,14 +73,14 @@ def test_a_wait_counts_for_the_one_worker_that_is_waited_for(recorder: Recorder)
     assert [worker.waited_s for worker in now.workers] == [0.0, 1.0]
 
 
-def test_a_wait_that_is_not_over_counts_up_to_now_and_once(recorder: Recorder) -> None:
+def test_a_wait_that_is_not_over_counts_up_to_now_and_once(recorder: Session) -> None:
     recorder.wait([0], 101.0)
     assert [snapshot(recorder, now).waited_s for now in (102.0, 103.0)] == [1.0, 2.0]
     recorder.go_on(104.0)
     assert snapshot(recorder, 110.0).waited_s == 3.0
 
 
-def test_shares_are_of_the_time_that_the_reports_cover(recorder: Recorder) -> None:
+def test_shares_are_of_the_time_that_the_reports_cover(recorder: Session) -> None:
     recorder.report([report(0, graph=3.0, encoding=1.0), report(1, replay=1.0, credit=1.0, wire=2.0)], 104.0)
     first, second = snapshot(recorder, 106.0).workers
     assert (first.graph, first.encoding, first.busy) == (0.75, 0.25, 1.0)
@@ -80,24 +88,25 @@ def test_shares_are_of_the_time_that_the_reports_cover(recorder: Recorder) -> No
 
 
 def test_idle_time_before_the_epoch_does_not_count() -> None:
-    recorder = Recorder()
+    recorder = Session()
     recorder.report([report(0, idle=1.0)], 90.0)
     recorder.begin_epoch(1, 2, 100.0)
     recorder.report([report(0, idle=11.0, graph=4.0)], 104.0)
     assert snapshot(recorder, 104.0).workers[0].graph == 1.0
 
 
-def test_what_workers_did_in_the_last_epoch_does_not_count_nor_what_was_taken_in_it(recorder: Recorder) -> None:
-    consume(recorder, 0, 100)
+def test_what_workers_did_in_the_last_epoch_does_not_count_nor_what_was_taken_in_it(recorder: Session) -> None:
+    recorder.consume(0, 100)
     recorder.wait([0], 100.0)
     recorder.report([report(0, graph=10.0)], 110.0)
+    recorder.consumed = [30, 30]  # it goes on from a checkpoint
     recorder.begin_epoch(2, 2, 110.0)
     recorder.report([report(0, graph=11.0, credit=1.0)], 112.0)
     now = snapshot(recorder, 112.0)
     assert (now.epoch, now.batches, now.waited_s, now.workers[0].graph) == (2, 0, 0.0, 0.5)
 
 
-def test_a_new_process_of_a_shard_counts_from_its_start(recorder: Recorder) -> None:
+def test_a_new_process_of_a_shard_counts_from_its_start(recorder: Session) -> None:
     recorder.report([report(0, graph=10.0)], 102.0)
     recorder.report([report(0, attempt=1, replay=2.0)], 104.0)
     now = snapshot(recorder, 104.0, losses=1, recoveries=1)
@@ -105,7 +114,7 @@ def test_a_new_process_of_a_shard_counts_from_its_start(recorder: Recorder) -> N
     assert (now.losses, now.recoveries) == (1, 1)
 
 
-def test_the_window_ends_with_the_epoch(recorder: Recorder) -> None:
+def test_the_window_ends_with_the_epoch(recorder: Session) -> None:
     recorder.report([report(0, graph=3.0)], 103.0)
     recorder.end(104.0)
     recorder.end(120.0)
@@ -114,9 +123,9 @@ def test_the_window_ends_with_the_epoch(recorder: Recorder) -> None:
     assert (now.seconds, now.workers[0].graph) == (4.0, 1.0)
 
 
-def test_the_window_is_the_last_minute_of_a_long_epoch(recorder: Recorder) -> None:
+def test_the_window_is_the_last_minute_of_a_long_epoch(recorder: Session) -> None:
     for second in range(1, 201):
-        consume(recorder, 0, 10)
+        recorder.consume(0, 10)
         recorder.report([report(0, graph=second)], 100.0 + second)
     now = snapshot(recorder, 300.5)
     assert now.seconds == pytest.approx(WINDOW_S, abs=1.0)
@@ -125,7 +134,13 @@ def test_the_window_is_the_last_minute_of_a_long_epoch(recorder: Recorder) -> No
     assert len(recorder._marks) <= WINDOW_S + 2
 
 
-def test_a_dispatching_worker_has_no_batches_of_its_own(recorder: Recorder) -> None:
+def test_what_a_process_has_replayed_is_known_of_that_process_alone() -> None:
+    recorder = Session()
+    recorder.report([WorkerReport(1, 2, Phase.REPLAY, 0, 0, 7, *[0.0] * 6)], 1.0)
+    assert [recorder.replayed(*each) for each in ((0, 2), (1, 1), (1, 2))] == [0, 0, 7]
+
+
+def test_a_dispatching_worker_has_no_batches_of_its_own(recorder: Session) -> None:
     recorder.report([report(2, graph=1.0)], 101.0)
     now = recorder.snapshot([*PLACES, Place(2, "cpu1:5555", "running")], True, 0, 0, 101.0)
     assert (now.workers[2].batches, now.workers[2].graph) == (0, 1.0)
@@ -137,7 +152,7 @@ def test_a_dispatching_worker_has_no_batches_of_its_own(recorder: Recorder) -> N
     st.floats(0, 1e6),
 )
 def test_shares_are_shares_whatever_is_reported(early: list[float], late: list[float], seconds: float) -> None:
-    recorder = Recorder()
+    recorder = Session()
     recorder.report([WorkerReport(0, 0, Phase.IDLE, 0, 0, 0, *early)], 0.0)
     recorder.begin_epoch(1, 2, 0.0)
     recorder.report([WorkerReport(0, 0, Phase.IDLE, 0, 0, 0, *late)], seconds)
