@@ -106,11 +106,13 @@ def test_what_workers_did_in_the_last_epoch_does_not_count_nor_what_was_taken_in
     assert (now.epoch, now.batches, now.waited_s, now.workers[0].graph) == (2, 0, 0.0, 0.5)
 
 
-def test_a_new_process_of_a_shard_counts_from_its_start(recorder: Session) -> None:
-    recorder.report([report(0, graph=10.0)], 102.0)
-    recorder.report([report(0, attempt=1, replay=2.0)], 104.0)
+def test_a_new_process_of_a_shard_counts_from_its_start() -> None:
+    recorder = Session()
+    recorder.report([report(0, graph=10.0)], 100.0)
+    recorder.begin_epoch(1, 2, 100.0)
+    recorder.report([report(0, attempt=1, graph=1.0, replay=3.0)], 104.0)
     now = snapshot(recorder, 104.0, losses=1, recoveries=1)
-    assert (now.workers[0].graph, now.workers[0].replay) == (0.0, 1.0)
+    assert (now.workers[0].graph, now.workers[0].replay) == (0.25, 0.75)
     assert (now.losses, now.recoveries) == (1, 1)
 
 
