@@ -788,7 +788,7 @@ class _IOThread:
         """Whether keys are why no connection comes about; whichever end notices first breaks it off for the other."""
         if failure is transport.Failure.BROKEN:
             failure = dealer.look_closer()
-        trouble = keys_trouble(failure, self._client.keys)
+        trouble = transport.keys_trouble(failure, self._client.keys)
         if trouble:
             self._keys_trouble[dealer.address] = trouble
         return trouble
@@ -842,23 +842,6 @@ def no_shared_memory(action: ConnectData) -> str:
         "transport='shm' insists: that takes one host, one user and, for containers, one PID namespace; use 'auto' or "
         "'tcp'"
     )
-
-
-def keys_trouble(failure: transport.Failure, keys: CurveKeys | None) -> str | None:
-    """Why client and daemon do not come together, in words for the user; None if keys have nothing to do with it."""
-    match failure:
-        case transport.Failure.MISMATCH if keys is None:
-            return "it wants keys, and none are given here: give keys=DIR, or set RPC_READING_KEYS"
-        case transport.Failure.MISMATCH:
-            return "it has no keys, and keys are given here: start it with --keys DIR, or leave them out here"
-        case transport.Failure.REFUSED if keys is not None:
-            return (
-                f"it does not let this client in: put its public key {keys.pair.public} (client.pub) into the folder "
-                "allowed of the daemon's keys"
-            )
-        case transport.Failure.WRONG_KEY if keys is not None:
-            return f"it has another key than {keys.server} (server.pub): copy server.pub from the daemon's keys"
-    return None
 
 
 def remote_error(action: FailRemotely) -> BaseException:

@@ -201,16 +201,17 @@ def mechanism(address: str, timeout: float = 1.0) -> str | None:
     return greeting[12:32].rstrip(b"\0").decode("ascii", "replace") if greeting.startswith(b"\xff") else None
 
 
-def diagnose(address: str) -> str:
-    """Why a daemon did not answer a greeting, in words for the user."""
+NO_DAEMON = "something answers TCP there, but it is no rpc-reading-worker"
+
+
+def diagnose(address: str, otherwise: str = NO_DAEMON) -> str:
+    """Why a daemon did not answer a greeting, in words for the user; ``otherwise`` if it can be reached."""
     try:
         candidates = resolve(address)
     except AddressError as error:
         return str(error)
     troubles = [probe(candidate) for candidate in candidates]
-    if None in troubles:
-        return "something answers TCP there, but it is no rpc-reading-worker"
-    return troubles[0] or ""
+    return otherwise if None in troubles else troubles[0] or ""
 
 
 def _endpoint(address: str) -> str:
@@ -402,17 +403,35 @@ def _monitor(socket_: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes]":
     return monitor
 
 
+def keys_trouble(failure: Failure, keys: CurveKeys | None) -> str | None:
+    """Why client and daemon do not come together, in words for the user; None if keys have nothing to do with it."""
+    match failure:
+        case Failure.MISMATCH if keys is None:
+            return "it wants keys, and none are given here: give keys=DIR, or set RPC_READING_KEYS"
+        case Failure.MISMATCH:
+            return "it has no keys, and keys are given here: start it with --keys DIR, or leave them out here"
+        case Failure.REFUSED if keys is not None:
+            return (
+                f"it does not let this client in: put its public key {keys.pair.public} (client.pub) into the folder "
+                "allowed of the daemon's keys"
+            )
+        case Failure.WRONG_KEY if keys is not None:
+            return f"it has another key than {keys.server} (server.pub): copy server.pub from the daemon's keys"
+    return None
+
+
 class Dealer:
     """The client's end of the control channel to one daemon."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, keys: CurveKeys | None) -> None:
+        endpoint = _endpoint(address)
         self.address = address
         self._mechanism = "NULL" if keys is None else "CURVE"
         self._broken = 0
         self._socket = _open(context, zmq.DEALER, CONTROL_BYTES, Lock.of_client(keys))
         self._monitor = _monitor(self._socket, _watched(keys is not None))
         self._up = False
-        self._socket.connect(_endpoint(address))
+        self._socket.connect(endpoint)
 
     @property
     def raw(self) -> Any:
