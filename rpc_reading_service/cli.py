@@ -1,22 +1,29 @@
 """The command line of ``rpc-reading-worker``: parses, calls, maps errors to exit codes."""
 
-import logging
+import contextlib
+import functools
 import os
 import re
 import socket
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from rpc_reading_service import __version__, security, transport
+from rpc_reading_service import __version__, logs, security, transport
 from rpc_reading_service.daemon import MAX_GRAPH_BYTES, MAX_SESSIONS, Daemon, DaemonOptions
 from rpc_reading_service.errors import KeysError
-from rpc_reading_service.security import ServerKeys
+from rpc_reading_service.security import CurveKeys, ServerKeys
+
+if TYPE_CHECKING:
+    from rpc_reading_service.metrics import Exporter
+
+EXIT_DOWN = 1
+"""One of the daemons that were asked is down."""
 
 EXIT_CANNOT_START = 2
 """The port is taken, the host is not this machine's, or no worker process can be started."""
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def _port_range(_context: click.Context, _option: click.Parameter, value: str | None) -> range | None:
@@ -89,8 +96,15 @@ def _size(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--log-level",
     default="warning",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
-    help="What to log on stderr.",
+    help="What to log on stderr; what workers write is logged in any case.",
 )
+@click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port for Prometheus, needs prometheus-client; 0 takes a free one.  [default: no metrics]",
+)
+@click.option("--metrics-host", default="127.0.0.1", help="Address for it; whoever can reach it can read the metrics.")
 @click.option("--lifeline", type=int, hidden=True, help="Descriptor of a socket to the process that started us.")
 @click.version_option(__version__)
 @click.pass_context
@@ -107,6 +121,9 @@ def main(
     worker_memory: int | None,
     grace: float,
     log_level: str,
+    log_json: bool,
+    metrics_port: int | None,
+    metrics_host: str,
     lifeline: int | None,
 ) -> None:
     """Run DataPipe graphs of training processes that connect here.
@@ -115,7 +132,6 @@ def main(
     """
     if context.invoked_subcommand is not None:
         return
-    logging.basicConfig(format=LOG_FORMAT, level=log_level.upper(), stream=sys.stderr)
     slots = slots or len(os.sched_getaffinity(0))
     if data_ports is not None and len(data_ports) < slots:
         raise click.UsageError(f"--data-ports has {len(data_ports)} ports, but {slots} slots need one each")
@@ -126,9 +142,35 @@ def main(
             worker_memory,
         )  # fmt: skip
     except KeysError as error:
-        click.echo(f"rpc-reading-worker: {error}", err=True)
-        sys.exit(EXIT_CANNOT_START)
-    sys.exit(serve(options, socket.socket(fileno=lifeline) if lifeline is not None else None))
+        _cannot_start(error)
+    exporter = _exporter(metrics_host, metrics_port) if metrics_port is not None else None
+    log = logs.start(log_level, log_json)
+    try:
+        code = serve(options, socket.socket(fileno=lifeline) if lifeline is not None else None, exporter)
+    finally:
+        if exporter is not None:
+            exporter.close()
+        logs.stop(log)
+    sys.exit(code)
+
+
+def _cannot_start(reason: object) -> NoReturn:
+    click.echo(f"rpc-reading-worker: {reason}", err=True)
+    sys.exit(EXIT_CANNOT_START)
+
+
+def _exporter(host: str, port: int) -> "Exporter":
+    try:
+        from rpc_reading_service.metrics import Exporter
+    except ModuleNotFoundError:
+        _cannot_start("--metrics-port needs prometheus-client: pip install 'rpc-reading-service[metrics]'")
+    try:
+        return Exporter(host, port)
+    except OSError as error:
+        where = transport.join_address(host, port)
+        _cannot_start(
+            f"cannot serve metrics on {where}: {error.strerror or error}; mend --metrics-port or --metrics-host"
+        )
 
 
 @main.command()
@@ -142,19 +184,69 @@ def keygen(folder: str) -> None:
     try:
         security.create(folder)
     except KeysError as error:
-        click.echo(f"rpc-reading-worker: {error}", err=True)
-        sys.exit(EXIT_CANNOT_START)
+        _cannot_start(error)
     click.echo(
         f"rpc-reading-worker --host 0.0.0.0 --keys {folder}  # needs {folder}/server.key and {folder}/allowed\n"
         f"export RPC_READING_KEYS={os.path.abspath(folder)}  # needs client.key and server.pub"
     )
 
 
-def serve(options: DaemonOptions, lifeline: socket.socket | None) -> int:
+def _asking(command: Any) -> Any:
+    """What ``status`` and ``top`` have in common."""
+    options = [
+        click.argument("addresses", metavar="ADDRESS...", nargs=-1, required=True),
+        click.option(
+            "--keys",
+            envvar="RPC_READING_KEYS",
+            type=click.Path(file_okay=False),
+            metavar="DIR",
+            help="Folder with client.key and server.pub, for daemons with keys.  [default: RPC_READING_KEYS]",
+        ),
+        click.option("--timeout", default=5.0, type=click.FloatRange(min=0.1), help="Seconds to wait for an answer."),
+    ]
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+@main.command("status")
+@_asking
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_status(addresses: Sequence[str], keys: str | None, timeout: float, as_json: bool) -> None:
+    """Show what daemons, their sessions and workers are doing; exit code 1 if one is down."""
+    from rich.console import Console
+
+    from rpc_reading_service import status
+
+    answers = status.ask(addresses, _client_keys(keys), timeout)
+    sys.exit(0 if status.show(answers, Console(), as_json) else EXIT_DOWN)
+
+
+@main.command("top")
+@_asking
+@click.option("--interval", default=1.0, type=click.FloatRange(min=0.1), help="Seconds from one look to the next.")
+@click.option("--count", type=click.IntRange(min=1), help="How often to look.  [default: until Ctrl-C]")
+def watch(addresses: Sequence[str], keys: str | None, timeout: float, interval: float, count: int | None) -> None:
+    """Watch what the workers of daemons are doing."""
+    from rich.console import Console
+
+    from rpc_reading_service import status
+
+    look = functools.partial(status.ask, addresses, _client_keys(keys), timeout)
+    with contextlib.suppress(KeyboardInterrupt):
+        status.top(look, Console(), interval, count)
+
+
+def _client_keys(folder: str | None) -> CurveKeys | None:
+    try:
+        return CurveKeys.load(folder) if folder else None
+    except KeysError as error:
+        _cannot_start(error)
+
+
+def serve(options: DaemonOptions, lifeline: socket.socket | None, exporter: "Exporter | None" = None) -> int:
     """Run a daemon; returns the exit code."""
     transport.allow_connections()
     try:
-        daemon = Daemon(options, lifeline)
+        daemon = Daemon(options, lifeline, exporter.publish if exporter is not None else None)
     except OSError as error:
         click.echo(f"rpc-reading-worker: {error.strerror or error}", err=True)
         return EXIT_CANNOT_START

@@ -27,11 +27,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from rpc_reading_service import __version__, buffers, floods, messages, protocol, security, transport
+from rpc_reading_service import __version__, buffers, floods, logs, messages, protocol, security, transport, usage
 from rpc_reading_service.errors import KeysError
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
     AskStack,
+    AskStatus,
     CloseSession,
     ConnectFeed,
     CountedMessage,
@@ -47,19 +48,25 @@ from rpc_reading_service.messages import (
     Message,
     OpenSession,
     Pause,
+    Phase,
     Refused,
     Resume,
     SessionClosed,
     SessionMessage,
     SessionOpened,
+    SessionStatus,
     StartEpoch,
     StartWorker,
+    Status,
     StopWorker,
+    Totals,
     Welcome,
     WorkerExited,
     WorkerFailed,
     WorkerMessage,
+    WorkerReady,
     WorkerReport,
+    WorkerStatus,
 )
 from rpc_reading_service.origin import Forked, Origin
 from rpc_reading_service.security import SECRET_BYTES, ServerKeys, Strangers
@@ -79,6 +86,12 @@ TERMINATE_S = 0.5
 
 STOPPED_S = 5.0
 """How long a worker may be stopped; one under a debugger is traced, which is another thing."""
+
+SHORT = 100
+"""Characters of what others call themselves, in a ``Status``."""
+
+DIGEST = 12
+"""Characters of a graph's digest, likewise."""
 
 MOST_UNSENT_BYTES = 64 << 20
 """So much may wait for a worker that does not read."""
@@ -184,9 +197,13 @@ class WorkerProcess:
     process: BaseProcess | Forked
     channel: transport.Channel
     logbook: buffers.Logbook
+    output: logs.WorkerOutput
+    usage: usage.Usage
     kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
     kill_at: float = float("inf")
     failed: bool = False
+    ready: bool = False
+    paused: bool = False
     look_at: float = 0.0
     stopped_since: float | None = None
 
@@ -196,6 +213,36 @@ class WorkerProcess:
     def report(self, now: float) -> WorkerReport:
         """What it has done so far, and is at."""
         return self.logbook.report(self.start.worker, self.start.attempt, now)
+
+    def status(self, now: float) -> WorkerStatus:
+        """For those who run the daemon."""
+        report, used = self.report(now), self.usage
+        return WorkerStatus(
+            report, self.process.pid or 0, self._state(report), now - used.began, used.cpu, used.memory,
+            used.batches_per_s, used.bytes_per_s,
+        )  # fmt: skip
+
+    def _state(self, report: WorkerReport) -> str:
+        if self.kill_steps is not None:
+            return "ending"
+        if not self.ready:
+            return protocol.WorkerState.STARTING.value
+        if self.paused:
+            return protocol.WorkerState.PAUSED.value
+        state = protocol.WorkerState.STANDBY if report.phase is Phase.IDLE else protocol.WorkerState.RUNNING
+        return state.value
+
+    def note(self, message: Any) -> None:
+        """What passes between it and its client says which state it is in."""
+        match message:
+            case WorkerReady():
+                self.ready = True
+            case WorkerFailed():
+                self.failed = True
+            case Pause():
+                self.paused = True
+            case Resume() | StartEpoch():
+                self.paused = False
 
     def stop(self, now: float) -> None:
         """Ask it to end; ``press`` makes sure."""
@@ -228,6 +275,7 @@ class Session:
     connection: int
     received: int
     """Messages of this session from its client."""
+    opened: float
     user: str = ""
     secret: bytes = field(default=b"", repr=False)
     sent: int = 0
@@ -245,6 +293,27 @@ class Session:
     def __str__(self) -> str:
         return f"session {self.session[:8]} of {self.client}"
 
+    def about(self, worker: int | None = None) -> dict[str, Any]:
+        """For a log call."""
+        return logs.about(self.session, worker)
+
+    def status(self, now: float) -> SessionStatus:
+        """For those who run the daemon."""
+        digest, nbytes = (self.graph.digest, self.graph.nbytes) if self.graph else ("", 0)
+        workers = [worker.status(now) for worker in self.workers.values()]
+        return SessionStatus(
+            self.session[:8], self.client[:SHORT], digest[:DIGEST], nbytes, self._state, now - self.opened, self.slots,
+            workers,
+        )  # fmt: skip
+
+    @property
+    def _state(self) -> str:
+        if self.ending is not None:
+            return "ending"
+        if self.orphaned_at is not None:
+            return "client silent"
+        return "open" if self.graph is not None and self.graph.complete else "waits for its graph"
+
 
 class Daemon:
     """Serves until SIGTERM or SIGINT.
@@ -252,18 +321,28 @@ class Daemon:
     Args:
         options: where to listen, how many slots, whom to let in
         lifeline: a socket whose closing ends the daemon too: the process that started it is gone
+        publish: told once a second what the daemon is doing
 
     Raises:
         OSError: the port is taken, or the host is not one of this machine's.
     """
 
-    def __init__(self, options: DaemonOptions, lifeline: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        options: DaemonOptions,
+        lifeline: socket.socket | None = None,
+        publish: Callable[[Status], None] | None = None,
+    ) -> None:
         self.options = options
         self.boot = secrets.token_hex(16)
         self._versions = versions()
         self._ticket_key = secrets.token_bytes(32)
         self._strangers = Strangers()
         self._lifeline = lifeline
+        self._publish = publish
+        self._began = time.monotonic()
+        self._totals = Totals()
+        self._ready: set[Any] = set()
         self._sessions: dict[str, Session] = {}
         self._graphs: dict[str, StoredGraph] = {}
         self._waiting: list[tuple[Session, StartWorker]] = []
@@ -351,13 +430,13 @@ class Daemon:
                 signal.signal(number, handler)
 
     def _step(self) -> None:
-        ready = self._poller.wait(self._patience())
+        self._ready = self._poller.wait(self._patience())
         for number in self._waker.clear():
             if number == signal.SIGTERM:
                 self.drain("the daemon got SIGTERM")
             elif number:
                 self.stop(f"the daemon got {signal.Signals(number).name}")
-        if self._lifeline is not None and self._lifeline.fileno() in ready:
+        if self._lifeline is not None and self._lifeline.fileno() in self._ready:
             self.stop("the process that started the daemon is gone")
             self._poller.forget(self._lifeline)
             self._lifeline = None
@@ -374,6 +453,8 @@ class Daemon:
         if now >= self._check_at:
             self._check_at = now + TICK_S
             self._check_admitted()
+            if self._publish is not None:
+                self._publish(self.status(now))
         for graph in self._graphs.values():
             self._hear_origin(graph)
         for session in list(self._sessions.values()):
@@ -416,6 +497,8 @@ class Daemon:
         match message:
             case Hello():
                 self._hello(request, message)
+            case AskStatus():
+                self._ask_status(request, message)
             case OpenSession():
                 self._open(request, message)
             case _:
@@ -475,6 +558,31 @@ class Daemon:
         )  # fmt: skip
         self._send(identity, welcome)
 
+    def _ask_status(self, request: transport.Request, message: AskStatus) -> None:
+        """No ticket is needed, as the answer itself goes to whoever was looked at, and to nobody else."""
+        if message.protocol != PROTOCOL_VERSION:
+            trouble = protocol.incompatible(message.protocol, {}, self._versions)
+            return self._send(request.identity, Refused("version", trouble or ""))
+        if stranger := self._is_of_another_user(request):
+            self._strangers.note(request.peer or "somebody", f"may not ask for the status: {stranger}")
+            return self._send(request.identity, Refused("keys", stranger))
+        self._send(request.identity, self.status(time.monotonic()))
+
+    def status(self, now: float) -> Status:
+        """What the daemon and its workers are doing."""
+        totals = msgspec.structs.replace(self._totals, strangers=self._strangers.total)
+        sessions = list(self._sessions.values())
+        for worker in (worker for session in sessions for worker in session.workers.values()):
+            totals = usage.add(totals, worker.report(now), worker.usage)
+        return Status(
+            PROTOCOL_VERSION, self._versions, self.boot, socket.gethostname()[:SHORT], os.getpid(), now - self._began,
+            self.options.slots, self.free, self._stopping or "", totals, [session.status(now) for session in sessions],
+        )  # fmt: skip
+
+    def _count(self, **more: int) -> None:
+        counts = {name: getattr(self._totals, name) + count for name, count in more.items()}
+        self._totals = msgspec.structs.replace(self._totals, **counts)
+
     def _is_of_another_user(self, request: transport.Request) -> str | None:
         """Why the peer may not open a session, in words.
 
@@ -528,9 +636,11 @@ class Daemon:
             return self._send(identity, Refused("slots", f"{self.address} has no room for the graph: {error}"))
         if session is None:
             connection = request.connection
-            session = Session(message.session, message.client, identity, connection, message.sent + 1, request.user)
+            received, now = message.sent + 1, time.monotonic()
+            session = Session(message.session, message.client, identity, connection, received, now, request.user)
             self._sessions[message.session] = session
-            logger.info("= %s is open, on %d slots", session, message.slots)
+            self._count(sessions=1)
+            logger.info("= %s is open, on %d slots", session, message.slots, extra=session.about())
         session.slots = max(held, message.slots)
         session.graph = graph
         self._tell(session, SessionOpened(session.session, session.sent, session.slots, graph.complete))
@@ -569,7 +679,7 @@ class Daemon:
             return
         if not graph.complete and graph.append(message.offset, payload) and graph.complete:
             self._graphs.setdefault(graph.digest, graph)
-            logger.info("%s: its graph has arrived, %.1f MB", session, graph.nbytes / 1e6)
+            logger.info("%s: its graph has arrived, %.1f MB", session, graph.nbytes / 1e6, extra=session.about())
         if graph.received > session.graph_told and (graph.complete or now >= session.tell_graph_at):
             session.graph_told, session.tell_graph_at = graph.received, now + GRAPH_NEWS_S
             self._tell(session, GraphArriving(session.session, session.sent, graph.received))
@@ -598,9 +708,11 @@ class Daemon:
         except (OSError, EOFError) as error:  # no descriptors; or no memory, at which the forkserver ends
             return self._exited(session, message, f"was not started: {error or 'the forkserver ended'}")
         session.workers[message.worker, message.attempt] = worker
+        self._count(workers=1)
         self._poller.watch(worker.channel.raw)
+        self._poller.watch(worker.output.fd)
         self._poller.watch(worker.process.sentinel)
-        logger.info("= %s: %s started", session, worker)
+        logger.info("= %s: %s started", session, worker, extra=session.about(message.worker))
 
     def _has_port(self) -> bool:
         """Whether one of ``--data-ports`` is left: a process that was told to end has its port until it is gone."""
@@ -634,21 +746,25 @@ class Daemon:
             theirs.callback(os.close, logbook_fd)
             logbook = buffers.Logbook(logbook_fd)
             ours.callback(logbook.close)
+            output = logs.WorkerOutput(session.session, message.worker)
+            theirs.callback(output.started)
+            ours.callback(output.close)
             options = self.options
             args = message, options.host, options.data_ports, session.secret, options.worker_memory
             process: BaseProcess | Forked
             origin = session.graph.origin
             if origin is not None and origin.loaded:
-                process = origin.fork(args, far.fileno(), logbook_fd)
+                process = origin.fork(args, far.fileno(), logbook_fd, output.far)
             else:
                 process = self._forkserver.Process(
                     target=_worker,
-                    args=(far, DupFd(session.graph.fd), DupFd(logbook_fd), *args),
+                    args=(far, DupFd(session.graph.fd), DupFd(logbook_fd), DupFd(output.far), *args),
                     name=f"rpc-reading-worker {session.session[:8]}/{message.worker}",
                 )
                 process.start()
             ours.pop_all()
-        return WorkerProcess(message, process, channel, logbook)
+        used = usage.Usage(process.pid or 0, time.monotonic())
+        return WorkerProcess(message, process, channel, logbook, output, used)
 
     def _stop_worker(self, session: Session, message: StopWorker, now: float) -> None:
         stopped = message.worker, message.attempt
@@ -661,6 +777,7 @@ class Daemon:
     def _relay_down(self, session: Session, message: Any, payload: bytes | None, now: float) -> None:
         worker = session.workers.get((message.worker, message.attempt))
         if worker is not None:
+            worker.note(message)
             frames = [messages.encode(message)]
             worker.channel.send(frames if payload is None else [*frames, payload])
             self._await_room(session, worker, now)
@@ -676,7 +793,7 @@ class Daemon:
     def _relay_up(self, session: Session, worker: WorkerProcess) -> None:
         try:
             for frames in worker.channel.receive_all():
-                worker.failed |= isinstance(messages.decode(frames[0], FromWorker), WorkerFailed)
+                worker.note(messages.decode(frames[0], FromWorker))
                 session.sent += 1
                 self._router.send(session.identity, frames)
         except (EOFError, msgspec.DecodeError):
@@ -689,8 +806,10 @@ class Daemon:
             if worker.channel.unsent:
                 worker.channel.flush()
                 self._await_room(session, worker, now)
+            if worker.output.fd in self._ready and not worker.output.read():
+                self._poller.forget(worker.output.fd)
             worker.press(now)
-            self._check_stopped(session, worker, now)
+            self._look_at(session, worker, now)
             if worker.process.exitcode is not None:
                 self._relay_up(session, worker)
                 del session.workers[key]
@@ -701,17 +820,17 @@ class Daemon:
         if session.ending is not None and not session.workers:
             self._close_session(session)
 
-    def _check_stopped(self, session: Session, worker: WorkerProcess, now: float) -> None:
+    def _look_at(self, session: Session, worker: WorkerProcess, now: float) -> None:
         """A stopped process answers nobody, and its daemon's word is all that a client has: end it."""
-        if now < worker.look_at or worker.kill_steps is not None:
+        if now < worker.look_at:
             return
         worker.look_at = now + TICK_S
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(worker.process.pid).status() != psutil.STATUS_STOPPED:
+            if worker.usage.look(worker.report(now), now) != psutil.STATUS_STOPPED:
                 worker.stopped_since = None
             elif worker.stopped_since is None:
                 worker.stopped_since = now
-            elif now - worker.stopped_since >= STOPPED_S:
+            elif now - worker.stopped_since >= STOPPED_S and worker.kill_steps is None:
                 self._give_up(session, worker, f"was stopped (SIGSTOP) for {STOPPED_S:g} s, and then ended", now)
 
     def _give_up(self, session: Session, worker: WorkerProcess, reason: str, now: float) -> None:
@@ -724,15 +843,19 @@ class Daemon:
         self._poller.forget(worker.channel.raw)
         self._poller.forget(worker.process.sentinel)
         worker.channel.close()
+        if not worker.output.ended:
+            self._poller.forget(worker.output.fd)
+        worker.output.close()
         batch = worker.logbook.read()
+        self._totals = usage.add(self._totals, worker.report(time.monotonic()), worker.usage)
         worker.logbook.close()
         reason = describe_exit(worker.process.exitcode or 0, self.options.worker_memory)
         cut_off = worker.process.exitcode == protocol.EXIT_CUT_OFF  # not the fault of the batch it was waiting for
         worker.process.close()
         asked = worker.kill_steps is not None
-        logger.log(
-            logging.INFO if asked else logging.WARNING, "= %s: worker %d %s", session, worker.start.worker, reason
-        )
+        self._count(lost=not asked)
+        level, shard = logging.INFO if asked else logging.WARNING, worker.start.worker
+        logger.log(level, "= %s: worker %d %s", session, shard, reason, extra=session.about(shard))
         if not asked and not worker.failed:
             self._exited(session, worker.start, reason, None if cut_off else batch)
 
@@ -797,7 +920,7 @@ class Daemon:
             return
         session.ending = reason
         if reason:
-            logger.warning("= %s ends: %s", session, reason)
+            logger.warning("= %s ends: %s", session, reason, extra=session.about())
             self._send(session.identity, SessionClosed(session.session, reason))
         now = time.monotonic()
         for worker in session.workers.values():
@@ -813,7 +936,7 @@ class Daemon:
             if graph.origin is not None and graph.origin.loading:
                 self._poller.forget(graph.origin.raw)
             graph.close()
-        logger.info("= %s is closed", session)
+        logger.info("= %s is closed", session, extra=session.about())
         if not session.ending:
             self._send(session.identity, SessionClosed(session.session, ""))
 
@@ -846,7 +969,8 @@ def describe_exit(code: int, memory: int | None = None) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _worker(connection: Any, graph_fd: Any, logbook_fd: Any, *args: Any) -> None:
+def _worker(connection: Any, graph_fd: Any, logbook_fd: Any, output_fd: Any, *args: Any) -> None:
+    logs.redirect(output_fd.detach())
     # Imported here, in the new process, where the forkserver has it ready: the daemon itself needs no torch.
     from rpc_reading_service import worker
 

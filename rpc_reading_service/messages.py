@@ -19,6 +19,10 @@ addressed to a worker, and what a worker answers, without a look at the payload.
       | -- CloseSession ------------------>   |                                     |
       |  <------------------ SessionClosed -- |                                     |
 
+    whoever may open a session
+      | -- AskStatus --------------------->   |
+      |  <----------------- Status | Refused --
+
 Data channel, worker ROUTER -> client ROUTER, whose routing id only those in the session know: ``[header]`` or
 ``[header, body, ...]``, in the order of production, so that the end of a shard and an exception cannot overtake the
 batches before them. Small batches travel together; a large one is cut into ``Chunk`` messages, each of which is
@@ -32,7 +36,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
@@ -48,6 +52,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Identifier: TypeAlias = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]+\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=16_384)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+Short: TypeAlias = Annotated[str, Meta(max_length=100)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -379,8 +384,121 @@ class Stack(WorkerMessage, frozen=True):
     """Function, file and line, or what the worker is waiting for."""
 
 
+# What a daemon is doing, for those who run it.
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One worker process; rates are those of the last second; not a message of its own."""
+
+    report: WorkerReport
+    """What it has done."""
+    pid: Count
+    """Process id on the daemon's machine."""
+    state: Short
+    """``starting``, ``on standby``, ``running``, ``paused`` or ``ending``."""
+    seconds: Seconds
+    """Since its process was started."""
+    cpu: Seconds
+    """Percent of one core."""
+    memory: Count
+    """Bytes of it that are resident."""
+    batches_per_s: Seconds
+    """Batches produced in a second."""
+    bytes_per_s: Seconds
+    """Their size, encoded."""
+
+
+class SessionStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One session; not a message of its own."""
+
+    session: Short
+    """The beginning of its identifier, as in the daemon's log: who knows all of it may use the session."""
+    client: Short
+    """As in OpenSession."""
+    graph: Short
+    """The beginning of the pickled graph's SHA-256."""
+    graph_bytes: Count
+    """Size of the pickled graph."""
+    state: Short
+    """``open``, ``waits for its graph``, ``client silent`` or ``ending``."""
+    seconds: Seconds
+    """Since it was opened."""
+    slots: Count
+    """That it holds here."""
+    workers: list[WorkerStatus]
+    """Its processes here."""
+
+
+class Totals(msgspec.Struct, frozen=True, array_like=True):
+    """Since the daemon was started, with those that have ended; not a message of its own."""
+
+    sessions: Count = 0
+    """Sessions opened."""
+    workers: Count = 0
+    """Workers started."""
+    lost: Count = 0
+    """Workers that ended without having been told to."""
+    strangers: Count = 0
+    """Times that somebody could not connect, was not let in, or sent what is no message."""
+    batches: Count = 0
+    """As in WorkerReport, of all workers."""
+    nbytes: Count = 0
+    """As in WorkerReport, of all workers."""
+    replayed: Count = 0
+    """As in WorkerReport, of all workers."""
+    idle_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    graph_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    replay_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    encoding_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    credit_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    wire_s: Seconds = 0.0
+    """As in WorkerReport, of all workers."""
+    cpu_s: Seconds = 0.0
+    """CPU time of all workers, in seconds."""
+
+
+class AskStatus(Message, frozen=True):
+    """Anybody who may open a session, to a daemon, without a greeting: what are you doing?"""
+
+    protocol: int
+    """As in Hello."""
+
+
+class Status(Message, frozen=True):
+    """The daemon's answer to AskStatus."""
+
+    protocol: int
+    """As in Welcome."""
+    versions: dict[str, str]
+    """As in Welcome."""
+    boot: Identifier
+    """As in Welcome."""
+    host: Short
+    """The daemon's host name."""
+    pid: Count
+    """Of the daemon."""
+    uptime: Seconds
+    """Seconds since it was started."""
+    slots: Count
+    """Slots in all."""
+    free: Count
+    """Slots that no session holds."""
+    draining: Text
+    """Why it takes no more sessions; empty if it does."""
+    totals: Totals
+    """Since it was started."""
+    sessions: list[SessionStatus]
+    """Those that are open."""
+
+
 FromClient: TypeAlias = (
     Hello
+    | AskStatus
     | OpenSession
     | GraphChunk
     | CloseSession
@@ -408,6 +526,7 @@ FromDaemon: TypeAlias = (
     | Done
     | Stack
 )
+ToAsker: TypeAlias = Status | Refused
 ToWorker: TypeAlias = ConnectFeed | StartEpoch | Pause | Resume | Limit | AskStack | StopWorker
 FromWorker: TypeAlias = WorkerReady | WorkerFailed | Done | Stack
 
@@ -487,7 +606,7 @@ ToWorkerData: TypeAlias = Credit
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind)
-    for kind in (FromClient, FromDaemon, ToWorker, FromWorker, FromWorkerData, ToWorkerData)
+    for kind in (FromClient, FromDaemon, ToAsker, ToWorker, FromWorker, FromWorkerData, ToWorkerData)
 }
 
 

@@ -28,10 +28,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from rpc_reading_service import logs
+
 LOADED = b"loaded"
 REQUEST_BYTES = 1 << 20
-DESCRIPTORS = 3
-"""That come with each request: a worker's channel, its logbook, and where its process id and exit code go."""
+DESCRIPTORS = 4
+"""That come with each request: a worker's channel, its logbook, what it writes to, and where its process id and exit
+code go."""
 
 _NUMBER_BYTES = 8
 
@@ -81,7 +84,7 @@ class Origin:
                 self.loaded = False
             self.loading = False
 
-    def fork(self, args: Sequence[Any], channel: int, logbook: int) -> "Forked":
+    def fork(self, args: Sequence[Any], channel: int, logbook: int, output: int) -> "Forked":
         """A worker, given the arguments of ``worker.main`` after the first three.
 
         Raises:
@@ -89,7 +92,7 @@ class Origin:
         """
         reader, writer = os.pipe()
         try:
-            socket.send_fds(self._socket, [pickle.dumps(args)], [channel, logbook, writer])
+            socket.send_fds(self._socket, [pickle.dumps(args)], [channel, logbook, output, writer])
             os.close(writer)
             return Forked(reader)
         except (OSError, EOFError):
@@ -224,10 +227,11 @@ class _Forks:
         self._workers[process.sentinel] = process, status
         _write_number(status, process.pid or 0)
 
-    def _become(self, args: Sequence[Any], channel: int, logbook: int) -> None:
+    def _become(self, args: Sequence[Any], channel: int, logbook: int, output: int) -> None:
         """In the new process: nothing of the parent's is held on to."""
         from rpc_reading_service import worker
 
+        logs.redirect(output)
         self._channel.close()
         for sentinel, (_, status) in self._workers.items():
             os.close(sentinel)

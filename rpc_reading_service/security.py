@@ -269,9 +269,11 @@ class Strangers:
 
     def __init__(self) -> None:
         self.counts: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self.total = 0
 
     def note(self, peer: str, trouble: str, detail: str = "") -> None:
         """Trouble of a kind; the detail is that of this time."""
+        self.total += 1
         count = self.counts.pop((peer, trouble), 0)
         self.counts[peer, trouble] = count + 1
         if count == 0:

@@ -12,10 +12,10 @@ import rpc_reading_service
 VALUES = ["errors", "messages"]
 PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "progress", "session"]
 PURE += ["merge", "statistics", "checkpoint"]
-EFFECTS = ["security", "buffers", "segments", "floods", "transport", "resolver", "stream"]
+EFFECTS = ["logs", "security", "buffers", "usage", "segments", "floods", "transport", "resolver", "stream"]
 EFFECTS += ["inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "origin", "daemon", "client"]
-EDGES = ["launchers", "display", "reading_service", "testing", "cli", "preload", "__main__"]
+EDGES = ["launchers", "display", "reading_service", "testing", "status", "cli", "preload", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
 USERS = {"zmq": {"transport", "security"}, "torchdata": {"graph", "reading_service", "preload"}}
 NOT_PURE = {"threading", "socket", "zmq", "time", "os", "subprocess"}

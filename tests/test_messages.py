@@ -28,6 +28,7 @@ from rpc_reading_service.messages import (
     Place,
     SessionMessage,
     StartWorker,
+    ToAsker,
     ToWorker,
     ToWorkerData,
     WorkerMessage,
@@ -39,6 +40,7 @@ from rpc_reading_service.messages import (
 UNIONS = {
     "FromClient": FromClient,
     "FromDaemon": FromDaemon,
+    "ToAsker": ToAsker,
     "ToWorker": ToWorker,
     "FromWorker": FromWorker,
     "FromWorkerData": FromWorkerData,

@@ -1,0 +1,134 @@
+"""What a daemon is doing, for Prometheus: needs prometheus-client, the extra ``[metrics]``.
+
+The daemon's state belongs to its one thread, which publishes a ``Status`` once a second; the threads that serve HTTP
+read the last one, which never changes.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from rpc_reading_service.messages import SessionStatus, Status, WorkerStatus
+
+JOIN_S = 2.0
+
+PHASES = {
+    "idle": "idle_s",
+    "graph": "graph_s",
+    "replay": "replay_s",
+    "encoding": "encoding_s",
+    "credit": "credit_s",
+    "wire": "wire_s",
+}
+"""Label of each phase of a worker, and its field in ``Totals``."""
+
+WORKER = ["session", "worker", "attempt"]
+"""Labels of what is told of each worker."""
+
+
+class Exporter(Collector):
+    """Serves ``/metrics`` from threads of its own until it is closed.
+
+    Args:
+        host: where to listen; whoever can reach it can read the metrics
+        port: 0 takes a free one
+
+    Raises:
+        OSError: the port is taken, or the host is not one of this machine's.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._published: tuple[Status, float] | None = None
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def publish(self, status: Status) -> None:
+        """For the daemon's thread: this is what is served from now on."""
+        self._published = status, time.time()
+
+    def collect(self) -> Iterable[Metric]:
+        published = self._published
+        return [] if published is None else families(*published)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(JOIN_S)
+
+
+def families(status: Status, taken: float) -> Iterator[Metric]:
+    """Every metric of one moment.
+
+    Args:
+        status: of that moment
+        taken: when it was, in seconds since 1970
+    """
+    yield from _of_daemon(status, taken)
+    yield from _of_totals(status)
+    yield from _of_workers([(session, worker) for session in status.sessions for worker in session.workers])
+
+
+def _of_daemon(status: Status, taken: float) -> Iterator[Metric]:
+    versions = {name.replace("-", "_"): version for name, version in status.versions.items()}
+    yield InfoMetricFamily("rpc_reading_daemon", "Versions, host and boot of the daemon", {
+        "host": status.host, "boot": status.boot, **versions,
+    })  # fmt: skip
+    yield _gauge("rpc_reading_start_time_seconds", "When the daemon was started, since 1970", taken - status.uptime)
+    yield _gauge("rpc_reading_status_time_seconds", "When these figures were taken, since 1970", taken)
+    yield _gauge("rpc_reading_slots", "Workers that may run at once", status.slots)
+    yield _gauge("rpc_reading_free_slots", "Slots that no session holds", status.free)
+    yield _gauge("rpc_reading_draining", "1 if the daemon takes no more sessions", float(bool(status.draining)))
+    yield _gauge("rpc_reading_sessions", "Sessions that are open", len(status.sessions))
+
+
+def _of_totals(status: Status) -> Iterator[Metric]:
+    totals = status.totals
+    yield _counter("rpc_reading_opened_sessions_total", "Sessions that were opened", totals.sessions)
+    yield _counter("rpc_reading_started_workers_total", "Workers that were started", totals.workers)
+    yield _counter("rpc_reading_lost_workers_total", "Workers that ended without having been told to", totals.lost)
+    yield _counter("rpc_reading_strangers_total", "Connections and messages that were refused", totals.strangers)
+    yield _counter("rpc_reading_batches_total", "Batches that workers produced", totals.batches)
+    yield _counter("rpc_reading_batch_bytes_total", "Their size, encoded", totals.nbytes)
+    yield _counter("rpc_reading_replayed_batches_total", "Batches that replays suppressed", totals.replayed)
+    yield _counter("rpc_reading_cpu_seconds_total", "CPU time of workers", totals.cpu_s)
+    seconds = CounterMetricFamily(
+        "rpc_reading_phase_seconds", "What workers spent their time on, or waited for", labels=["phase"]
+    )
+    for phase, name in PHASES.items():
+        seconds.add_metric([phase], getattr(totals, name))
+    yield seconds
+
+
+def _of_workers(workers: list[tuple[SessionStatus, WorkerStatus]]) -> Iterator[Metric]:
+    """Of those that run; the states and phases of all of them are counted, too."""
+    states = GaugeMetricFamily("rpc_reading_workers", "Workers that run, by state", labels=["state"])
+    for state in sorted({worker.state for _, worker in workers}):
+        states.add_metric([state], sum(worker.state == state for _, worker in workers))
+    yield states
+    memory = GaugeMetricFamily("rpc_reading_worker_memory_bytes", "Resident memory of a worker", labels=WORKER)
+    cpu = GaugeMetricFamily("rpc_reading_worker_cpu_ratio", "Cores that a worker keeps busy", labels=WORKER)
+    batches = CounterMetricFamily("rpc_reading_worker_batches", "Batches that a worker produced", labels=WORKER)
+    nbytes = CounterMetricFamily("rpc_reading_worker_batch_bytes", "Their size, encoded", labels=WORKER)
+    for session, worker in workers:
+        labels = [session.session, str(worker.report.worker), str(worker.report.attempt)]
+        memory.add_metric(labels, worker.memory)
+        cpu.add_metric(labels, worker.cpu / 100)
+        batches.add_metric(labels, worker.report.batches)
+        nbytes.add_metric(labels, worker.report.nbytes)
+    yield from (memory, cpu, batches, nbytes)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value)

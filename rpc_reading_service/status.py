@@ -1,0 +1,286 @@
+"""``rpc-reading-worker status`` and ``top``: ask daemons what they are doing, and show it.
+
+Each daemon is asked by a thread of its own, so that neither a name server nor a daemon that is silent keeps the others
+waiting; what has not come when the time is over is told as such. Nothing here needs torch: it is quick to start.
+"""
+
+import contextlib
+import enum
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rpc_reading_service import logs, messages, transport
+from rpc_reading_service.errors import AddressError
+from rpc_reading_service.messages import (
+    PROTOCOL_VERSION,
+    AskStatus,
+    Phase,
+    SessionStatus,
+    Status,
+    ToAsker,
+    WorkerStatus,
+)
+from rpc_reading_service.security import CurveKeys
+from rpc_reading_service.transport import Deadline
+
+Answer: TypeAlias = Status | str
+"""Of a daemon; the reason, if there is none."""
+
+LOOK_S = 0.3
+"""After so much silence it is looked whether anybody listens there at all."""
+
+ASK_AGAIN_S = 1.0
+
+DIAGNOSIS_S = 1.5
+"""How much longer than the timeout the look may take that tells why there was no answer."""
+
+PHASES = {
+    Phase.IDLE: "awaits epoch",
+    Phase.GRAPH: "in the graph",
+    Phase.REPLAY: "replays",
+    Phase.ENCODING: "encodes",
+    Phase.CREDIT: "awaits training",
+    Phase.WIRE: "awaits network",
+}
+"""What a worker does, as it is shown."""
+
+
+# Ask.
+
+
+def ask(addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> dict[str, Answer]:
+    """What each daemon says of itself, within ``timeout`` seconds and a little more."""
+    deadline = Deadline(timeout)
+    answers: queue.SimpleQueue[tuple[str, Answer]] = queue.SimpleQueue()
+    for address in addresses:
+        work = _put_answer, (answers, address, keys, deadline)
+        threading.Thread(target=work[0], args=work[1], name=f"asks {address}", daemon=True).start()
+    found: dict[str, Answer] = dict.fromkeys(addresses, f"no answer within {timeout:g} s: its name does not resolve")
+    patience = Deadline(timeout + DIAGNOSIS_S)
+    try:
+        for _ in addresses:
+            address, answer = answers.get(timeout=patience.remaining())
+            found[address] = answer
+    except queue.Empty:
+        pass  # the system's resolver may take longer than anybody would wait
+    return found
+
+
+def _put_answer(
+    answers: "queue.SimpleQueue[tuple[str, Answer]]", address: str, keys: CurveKeys | None, deadline: Deadline
+) -> None:
+    context = transport.Context()
+    try:
+        with contextlib.closing(_Question(context, address, keys, deadline)) as question:
+            answer = question.answer()
+    except AddressError as error:
+        answer = str(error)
+    finally:
+        context.close()
+    answers.put((address, answer))
+
+
+class _Question:
+    """One daemon that is asked."""
+
+    def __init__(self, context: transport.Context, address: str, keys: CurveKeys | None, deadline: Deadline) -> None:
+        self._address = address
+        self._keys = keys
+        self._deadline = deadline
+        self._dealer = context.dealer(address, keys)
+        self._poller = transport.Poller()
+        self._poller.watch(self._dealer.raw)
+        self._poller.watch(self._dealer.raw_monitor)
+
+    def answer(self) -> Answer:
+        """Ask until there is an answer, or a reason for which there will be none."""
+        looked = False
+        while not self._deadline.expired:
+            self._dealer.send([messages.encode(AskStatus(PROTOCOL_VERSION))])
+            again = Deadline(ASK_AGAIN_S if looked else LOOK_S)
+            while not again.expired and not self._deadline.expired:
+                self._poller.wait(again.remaining(self._deadline.remaining()) or 0.0)
+                if found := self._received() or self._keys_trouble():
+                    return found
+            if not looked and (trouble := transport.diagnose(self._address, otherwise="")):
+                return trouble
+            looked = True
+        return f"no answer within {self._deadline.timeout:g} s: {transport.diagnose(self._address, SILENT)}"
+
+    def close(self) -> None:
+        self._dealer.close()
+
+    def _received(self) -> Answer | None:
+        for frames in self._dealer.receive_all():
+            try:
+                message = messages.decode(frames[0], ToAsker)
+            except msgspec.DecodeError as error:
+                return f"its answer cannot be read ({error}): install the same version on both sides"
+            return message if isinstance(message, Status) else f"refused: {message.reason}"
+        return None
+
+    def _keys_trouble(self) -> str | None:
+        _, failure = self._dealer.events()
+        if failure is transport.Failure.BROKEN:
+            failure = self._dealer.look_closer()
+        return None if failure is None else transport.keys_trouble(failure, self._keys)
+
+
+SILENT = "something answers TCP there, but it is starting, stopped, or no rpc-reading-worker of this version"
+
+
+# Show.
+
+
+def show(answers: dict[str, Answer], console: Console, as_json: bool = False) -> bool:
+    """Print once; returns whether all are up."""
+    if as_json:
+        console.file.write(
+            json.dumps([as_dict(address, answer) for address, answer in answers.items()], indent=2) + "\n"
+        )
+    else:
+        console.print(table(answers))
+    return all(isinstance(answer, Status) for answer in answers.values())
+
+
+def as_dict(address: str, answer: Answer) -> dict[str, Any]:
+    """One daemon's answer, for JSON."""
+    up = isinstance(answer, Status)
+    return {"address": address, "up": up, "reason": None if up else answer, "status": _plain(answer) if up else None}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case msgspec.Struct():
+            return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+        case list():
+            return [_plain(each) for each in value]
+        case enum.Enum():
+            return value.name.lower()
+    return value
+
+
+def table(answers: dict[str, Answer]) -> RenderableType:
+    """Every daemon with its sessions and workers, for 80 columns."""
+    parts: list[RenderableType] = []
+    for address, answer in answers.items():
+        parts.append(Text.assemble((address, "bold"), "  ", _headline(answer), overflow="fold"))
+        if isinstance(answer, Status):
+            parts += [part for session in answer.sessions for part in _session(session)]
+    return Group(*parts)
+
+
+def _headline(answer: Answer) -> tuple[str, str]:
+    if isinstance(answer, str):
+        return f"down: {logs.printable(answer)}", "red"
+    version = answer.versions.get("rpc-reading-service", "unknown")
+    held = f"{answer.slots - answer.free} of {answer.slots} slots held"
+    draining = f", draining: {answer.draining}" if answer.draining else ""
+    text = f"up {_duration(answer.uptime)}, {held}, version {version}, boot {answer.boot[:8]}{draining}"
+    return logs.printable(text), "yellow" if draining else "green"
+
+
+def _session(session: SessionStatus) -> Iterator[RenderableType]:
+    text = f"  session {session.session} of {session.client}: {session.state} for {_duration(session.seconds)}"
+    text += f", {session.slots} slot{'s' * (session.slots != 1)}, graph {session.graph} ({_size(session.graph_bytes)})"
+    yield Text(logs.printable(text), overflow="fold")
+    if not session.workers:
+        return
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in ("worker", "pid", "state", "doing"):
+        rows.add_column(heading, overflow="fold")
+    for heading in ("batches/s", "MB/s", "CPU %", "memory"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for worker in sorted(session.workers, key=lambda each: (each.report.worker, each.report.attempt)):
+        rows.add_row(_name(worker), str(worker.pid), worker.state, doing(worker), *_figures(worker))
+    yield rows
+
+
+def doing(worker: WorkerStatus) -> str:
+    """What it does, or waits for."""
+    if worker.state == "starting":
+        return "builds graph"
+    if worker.state == "paused" and worker.report.phase is Phase.IDLE:
+        return "awaits resume"
+    return PHASES[worker.report.phase]
+
+
+def _name(worker: WorkerStatus) -> str:
+    """The shard, and how often it was started again."""
+    return f"{worker.report.worker}" + (f" (+{worker.report.attempt})" if worker.report.attempt else "")
+
+
+def _figures(worker: WorkerStatus) -> tuple[str, str, str, str]:
+    rates = f"{worker.batches_per_s:,.1f}", f"{worker.bytes_per_s / 1e6:,.1f}"
+    return *rates, f"{worker.cpu:.0f}", _size(worker.memory)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.0f} GB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    days, hours = minutes // 1440, minutes // 60 % 24
+    return f"{days} d {hours} h" if days else f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+
+
+# Watch.
+
+
+def top(look: Callable[[], dict[str, Answer]], console: Console, interval: float, count: int | None) -> None:
+    """Look again and again, until Ctrl-C or ``count`` times: in place on a terminal, else in lines.
+
+    Args:
+        look: asks the daemons
+        interval: seconds between the beginnings of two looks
+    """
+    if not console.is_terminal:
+        for answers in _looks(look, interval, count):
+            for line in lines(answers):
+                console.file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+            console.file.flush()
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for answers in _looks(look, interval, count):
+            live.update(table(answers), refresh=True)
+
+
+def _looks(look: Callable[[], dict[str, Answer]], interval: float, count: int | None) -> Iterator[dict[str, Answer]]:
+    number = 0
+    while count is None or number < count:
+        deadline = Deadline(interval)
+        yield look()
+        number += 1
+        if number != count:
+            time.sleep(deadline.remaining() or 0.0)
+
+
+def lines(answers: dict[str, Answer]) -> Iterator[str]:
+    """One for each worker, and for each daemon that has none."""
+    for address, answer in answers.items():
+        if isinstance(answer, str):
+            yield f"{address} down: {logs.printable(answer)}"
+            continue
+        workers = [(session, worker) for session in answer.sessions for worker in session.workers]
+        for session, worker in workers:
+            rate, megabytes, cpu, memory = _figures(worker)
+            yield logs.printable(
+                f"{address} {session.session}/{_name(worker)} {worker.state}, {doing(worker)}: {rate} batches/s, "
+                f"{megabytes} MB/s, {cpu} % CPU, {memory}"
+            )
+        if not workers:
+            yield f"{address} {logs.printable(_headline(answer)[0])}"
