@@ -54,8 +54,9 @@ class Daemon:
     @property
     def errors(self) -> str:
         """What it wrote to stderr."""
-        self._stderr.seek(0)
-        return self._stderr.read()
+        # Opened anew: the position of ours is the daemon's, too, which would write over what is there.
+        with open(f"/proc/self/fd/{self._stderr.fileno()}") as file:
+            return file.read()
 
     def wait_for_line(self, words: str) -> str:
         """The first line on stderr with these words, once it is there."""
