@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 MINUTES ?= 5
 SESSIONS ?= 500
+BENCH ?=
 
 .PHONY: demo test check docs coverage bench chaos chaos-20 network slow soak clean
 
@@ -31,8 +32,8 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	! grep -rnoE '<(script|link|img)[^>]+(src|href)="?https?:[^>]*>' build/site --include='*.html'
 
-bench: $(VENV)/.installed-peers
-	$(BIN)/python benchmarks/throughput.py --report benchmarks/report
+bench: $(VENV)/.installed-peers $(VENV)/.installed-examples
+	$(BIN)/python benchmarks/bench.py --report benchmarks/report $(BENCH)
 
 network: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m network
