@@ -31,9 +31,9 @@ def measure_one(
         check(next(batches))
         first = time.perf_counter() - started
         consume(map(check, batches), warm_up / 2, turn=load.workers)
-        drained = consume(batches, warm_up / 2, turn=load.workers, turns=AHEAD + 1)
+        drained = consume(batches, warm_up / 2, turn=load.workers, turns=AHEAD)
         before = CpuTimes.now()
-        counted = consume(batches, seconds, turn=load.workers, turns=AHEAD)
+        counted = consume(batches, seconds, turn=load.workers, turns=2)
         here, there = CpuTimes.now().since(before)
         check.passed_over(drained.count + counted.count)
         check(next(batches))

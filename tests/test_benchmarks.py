@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
+from daemons import until
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,18 @@ def test_a_section_has_figures_for_all_that_it_asks(section: str, tmp_path: Path
     assert len({str(each["item"]) for each in records}) == len(records) > 0
     assert all(value >= 0 for each in records for value in each["figures"].values())
     assert "RPCReadingService" in (tmp_path / "benchmarks.md").read_text() or section == "idle"
+
+
+def test_a_terminated_run_ends_what_it_started(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench.py"), "--only", "idle", "--report", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        bench = psutil.Process(process.pid)
+        until(lambda: bool(bench.children()), seconds=60)
+        started = bench.children(recursive=True)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert "terminated" in errors
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 @pytest.fixture
