@@ -107,7 +107,7 @@ def run_apart(task: Task, items: Sequence[dict[str, Any]]) -> tuple[list[Figures
             with suppress(subprocess.TimeoutExpired):
                 child.wait((task.bound + SHUTDOWN_BOUND) * (len(items) + 1))
         finally:
-            left = end_all(mark, grace=2.0 if child.returncode == 0 else 0.0)
+            left = end_all(child.pid, mark, grace=2.0 if child.returncode == 0 else 0.0)
         trouble = what_went_wrong(child.wait(), log.read_text(errors="replace"))
         lines = lines_file.read_text().splitlines() if lines_file.exists() else []
         return [json.loads(line) for line in lines], trouble or left
@@ -145,10 +145,10 @@ def place_of_hang(log: str) -> str:
     return f"{function}, {Path(file).name}:{line}"
 
 
-def end_all(mark: str, grace: float) -> str:
+def end_all(session: int, mark: str, grace: float) -> str:
     """Kill what is left of a measurement, and say so if anything was."""
-    psutil.wait_procs(alive_with(mark), timeout=grace)
-    left = alive_with(mark)
+    psutil.wait_procs(alive_of(session, mark), timeout=grace)
+    left = alive_of(session, mark)
     for each in left:
         with suppress(psutil.NoSuchProcess):
             each.kill()
@@ -156,14 +156,16 @@ def end_all(mark: str, grace: float) -> str:
     return f"left {len(left)} processes behind" if left else ""
 
 
-def alive_with(mark: str) -> list[psutil.Process]:
-    """Those not dead yet: a zombie, for whose burial init may take seconds, has no environment."""
-    return [each for each in psutil.process_iter() if has_mark(each, mark)]
+def alive_of(session: int, mark: str) -> list[psutil.Process]:
+    """Those not dead yet, also if they are in sessions of their own, or have written a title over their environment."""
+    return [each for each in psutil.process_iter() if is_of(each, session, mark)]
 
 
-def has_mark(process: psutil.Process, mark: str) -> bool:
-    with suppress(psutil.Error):
-        return bool(process.environ().get(MARK) == mark)
+def is_of(process: psutil.Process, session: int, mark: str) -> bool:
+    """A zombie, for whose burial init may take seconds, is nobody's."""
+    with suppress(psutil.Error, OSError):
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and (os.getsid(process.pid) == session or process.environ().get(MARK) == mark)
     return False
 
 

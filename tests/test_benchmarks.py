@@ -80,11 +80,12 @@ def scripted(modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     import apart
 
     (tmp_path / "scripted.py").write_text(
-        "import subprocess, time\n"
+        "import pathlib, subprocess, time\n"
         "def run(contender, items):\n"
         "    for item in items:\n"
         "        if item == 'hangs':\n"
-        "            subprocess.Popen(['sleep', '1000'])\n"
+        "            sleep = subprocess.Popen(['/bin/sleep', '1000'], env={})\n"
+        "            pathlib.Path(__file__).with_name('pid').write_text(str(sleep.pid))\n"
         "            time.sleep(1000)\n"
         "        assert item != 'fails', 'as asked'\n"
         "        yield {'rate': 1.0}\n"
@@ -104,7 +105,7 @@ def scripted(modules: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
             ("fails in the shutdown", "fine"),
             [(True, "shutdown: exit code 1: AssertionError: as asked"), (True, "")],
         ),
-        (("hangs", "fine"), [(False, "hung in run, scripted.py:6"), (True, "")]),
+        (("hangs", "fine"), [(False, "hung in run, scripted.py:7"), (True, "")]),
         (("fails", "fails", "fine"), [(False, "exit code 1: AssertionError: as asked")] * 3),
     ],
 )
@@ -114,6 +115,11 @@ def test_an_item_that_fails_or_hangs_costs_only_itself(
     task = scripted.Task("scripted:run", "nobody", items, {}, bound=1.0)
     outcomes = list(scripted.outcomes(task))
     assert [(each.figures is not None, each.trouble) for each in outcomes] == expected
+
+
+def test_what_a_hanging_item_has_started_is_ended(scripted: ModuleType, tmp_path: Path) -> None:
+    list(scripted.outcomes(scripted.Task("scripted:run", "nobody", ("hangs",), {}, bound=1.0)))
+    until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
 
 @pytest.mark.usefixtures("modules")
