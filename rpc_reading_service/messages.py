@@ -112,6 +112,10 @@ class SessionMessage(Message, frozen=True):
     session: Identifier
     """Drawn at random by the client: who knows it may use the session."""
 
+    def __str__(self) -> str:
+        """For the log, which strangers may see."""
+        return repr(self).replace(self.session, f"{self.session[:8]}...")
+
 
 class CountedMessage(SessionMessage, frozen=True):
     """Base of those that tell how many others there were: a connection that breaks and heals may lose some."""

@@ -227,6 +227,12 @@ def test_a_message_is_a_compact_array_told_apart_by_its_name() -> None:
     assert raw(Credit(SESSION, 1, 0, 3, 17, True)) == ["Credit", SESSION, 1, 0, 3, 17, True]
 
 
+def test_a_log_that_shows_messages_tells_no_session() -> None:
+    shown = [f"{message}" for message in EXAMPLES.values() if isinstance(message, SessionMessage)]
+    assert len(shown) > 20
+    assert all(f"session='{SESSION[:8]}...'" in each and SESSION not in each for each in shown)
+
+
 def test_a_message_cannot_be_changed() -> None:
     message: Any = Credit(SESSION, 1, 0, 3, 17, True)
     with pytest.raises(AttributeError, match="immutable type: 'Credit'"):
