@@ -104,11 +104,12 @@ class Training:
 
 
 class Stop:
-    """Whether SIGTERM has come: the batch in hand is finished first."""
+    """Whether SIGTERM has come, or SIGUSR1, as from Slurm: the batch in hand is finished first."""
 
     def __init__(self) -> None:
         self.asked = False
-        signal.signal(signal.SIGTERM, self._note)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
 
     def _note(self, _number: int, _frame: Any) -> None:
         self.asked = True

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -85,28 +85,20 @@ class Owner:
         return self._watch is not None and self._watch() is not None
 
 
-PageLock: TypeAlias = Callable[[int, int], Callable[[], object] | None]
-"""Locks so many bytes from an address on, for a device to copy from; returns what unlocks them, or None."""
-
-
 class Block:
     """Private memory of one size class.
 
     Args:
         size: in bytes
-        lock: locks its pages for as long as it exists
     """
 
-    def __init__(self, size: int, lock: PageLock | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         # Private: a fork must not see what arrives here later.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.owner = Owner(memory, size)
-        unlock = lock(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), size) if lock is not None else None
-        if unlock is not None:
-            weakref.finalize(self, unlock).atexit = False  # the device may be gone before
 
 
 class Pool:
@@ -117,11 +109,9 @@ class Pool:
 
     Args:
         keep: bytes of free blocks that are kept
-        lock: locks the pages of each block
     """
 
-    def __init__(self, keep: int, lock: PageLock | None = None) -> None:
-        self._page_lock = lock
+    def __init__(self, keep: int) -> None:
         self._shelf: recycling.Shelf[Block] = recycling.Shelf(keep)
         self._lent: set[Block] = set()
         self._returned: deque[Block] = deque()
@@ -141,7 +131,7 @@ class Pool:
         size = recycling.size_class(nbytes)
         with self._lock:
             block = self._shelf.take(size)
-        block = block or Block(size, self._page_lock)
+        block = block or Block(size)
         self._lent.add(block)
         buffer = block.owner.lend(lambda: self._take_back(block))
         self._put_away()
@@ -273,7 +263,7 @@ class Logbook:
         # User code can write here, too; it must not be able to stop the daemon.
         phase %= len(Phase)
         if since != self._CHANGING:
-            seconds[phase] += now - since
+            seconds[phase] += max(0.0, now - since)
         counts = [max(0, count) for count in counts[:3]]
         return WorkerReport(worker, attempt, Phase(phase), *counts, *(max(0.0, each) for each in seconds))
 

@@ -103,7 +103,6 @@ class Client:
         in_order: see ``merge.Merge``
         warn_after: a wait that lasts longer, in seconds, is logged: who is waited for, and what it is doing
         keys: None for daemons without
-        page_lock: locks the pages in which batches land
     """
 
     def __init__(
@@ -113,10 +112,8 @@ class Client:
         in_order: bool,
         warn_after: float = WARN_AFTER_S,
         keys: CurveKeys | None = None,
-        page_lock: buffers.PageLock | None = None,
     ) -> None:
         self.keys = keys
-        self.page_lock = page_lock
         self._options = options
         self._warn_after = warn_after
         self._in_order = in_order
@@ -591,7 +588,7 @@ class _IOThread:
         try:
             options = self._client.session.options
             self._pull = self._context.pull(options.session, Pair.from_raw(options.secret) if options.secret else None)
-            pool = buffers.Pool(options.prefetch_bytes, self._client.page_lock)
+            pool = buffers.Pool(keep=options.prefetch_bytes)
             self._reader = StreamReader(self._pull, self._accepts, pool.allocate)
             self._poller.watch(self._pull.raw)
             self._poller.watch(self._client.waker.raw)

@@ -210,6 +210,10 @@ class WorkerProcess:
     def __str__(self) -> str:
         return f"worker {self.start.worker} (pid {self.process.pid})"
 
+    @property
+    def is_dispatching(self) -> bool:
+        return self.start.worker == self.start.num_workers
+
     def report(self, now: float) -> WorkerReport:
         """What it has done so far, and is at."""
         return self.logbook.report(self.start.worker, self.start.attempt, now)
@@ -350,6 +354,7 @@ class Daemon:
         self._drain_until = float("inf")
         self._check_at = 0.0
         self._floods_at = 0.0
+        self._watch_at = 0.0
         self._forkserver = multiprocessing.get_context("forkserver")
         self._context = transport.Context()
         self._poller = transport.Poller()
@@ -446,8 +451,10 @@ class Daemon:
         if not self._flooded:  # else new connections wait until everything has been read
             self._gate.answer()
         # Only then: what a broken connection still brought must not pass for a sign of life after it.
-        if self._receive_some(now):
-            self._flooded = False
+        everything = self._receive_some(now)
+        if everything or now >= self._watch_at:
+            self._flooded &= not everything
+            self._watch_at = now + TICK_S  # at the latest: strangers may see to it that there is always something
             self._watch_connections(now)
         self._cut_floods(time.monotonic())
         if now >= self._check_at:
@@ -573,7 +580,7 @@ class Daemon:
         totals = msgspec.structs.replace(self._totals, strangers=self._strangers.total)
         sessions = list(self._sessions.values())
         for worker in (worker for session in sessions for worker in session.workers.values()):
-            totals = usage.add(totals, worker.report(now), worker.usage)
+            totals = usage.add(totals, worker.report(now), worker.usage, worker.is_dispatching)
         return Status(
             PROTOCOL_VERSION, self._versions, self.boot, socket.gethostname()[:SHORT], os.getpid(), now - self._began,
             self.options.slots, self.free, self._stopping or "", totals, [session.status(now) for session in sessions],
@@ -678,7 +685,9 @@ class Daemon:
         if graph is None:
             return
         if not graph.complete and graph.append(message.offset, payload) and graph.complete:
-            self._graphs.setdefault(graph.digest, graph)
+            session.graph = self._graphs.setdefault(graph.digest, graph)
+            if session.graph is not graph:  # another session has sent it meanwhile
+                graph.close()
             logger.info("%s: its graph has arrived, %.1f MB", session, graph.nbytes / 1e6, extra=session.about())
         if graph.received > session.graph_told and (graph.complete or now >= session.tell_graph_at):
             session.graph_told, session.tell_graph_at = graph.received, now + GRAPH_NEWS_S
@@ -847,7 +856,7 @@ class Daemon:
             self._poller.forget(worker.output.fd)
         worker.output.close()
         batch = worker.logbook.read()
-        self._totals = usage.add(self._totals, worker.report(time.monotonic()), worker.usage)
+        self._totals = usage.add(self._totals, worker.report(time.monotonic()), worker.usage, worker.is_dispatching)
         worker.logbook.close()
         reason = describe_exit(worker.process.exitcode or 0, self.options.worker_memory)
         cut_off = worker.process.exitcode == protocol.EXIT_CUT_OFF  # not the fault of the batch it was waiting for

@@ -28,8 +28,11 @@ LINE_BYTES = 8192
 PIPE_BYTES = 1 << 20
 """What a worker can write before its daemon reads; as much as Linux allows everybody."""
 
-READ_BYTES = 16 << 10
+READ_BYTES = 2 << 10
 """What is read from one worker in one turn: one that floods its pipe must not keep the daemon from the others."""
+
+LAST_LINES = 200
+"""So many of those are logged that are left in its pipe when a worker ends."""
 
 PATIENCE_S = 0.2
 """How long Python code in a worker waits for room in the pipe, once, before what it writes is dropped."""
@@ -45,6 +48,9 @@ _IOLBF = 1
 
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code != ord("\t")}
 """What a terminal would obey instead of showing it, or take for the end of a line."""
+
+_JSON_CONTROL = {code: f"\\u{code:04x}" for code in range(127, 160)}
+"""What of that JSON leaves as it is."""
 
 
 def about(session: str = "", worker: int | None = None) -> dict[str, Any]:
@@ -77,6 +83,9 @@ class TextFormatter(logging.Formatter):
         record.message = printable(record.message)
         return super().formatMessage(record)
 
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(printable, super().formatException(ei).splitlines()))
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, session, worker, message, exception."""
@@ -92,7 +101,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False).translate(_JSON_CONTROL)
 
 
 def _whom(record: logging.LogRecord) -> tuple[str, int | None]:
@@ -117,7 +126,10 @@ class Log(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._dropped and not self._lines.full():
+        if self._lines.full():
+            self._dropped += 1
+            return
+        if self._dropped:
             dropped, self._dropped = self._dropped, 0
             self._put(logging.makeLogRecord({"name": __name__, "levelname": "WARNING", "msg": _dropped_lines(dropped)}))
         self._put(record)
@@ -212,9 +224,14 @@ class WorkerOutput:
             self._logger.info(line[start : start + LINE_BYTES].decode(errors="backslashreplace"), extra=self._extra)
 
     def close(self) -> None:
-        """Log what is left; a child process of the worker's may still write, and is not heard any more."""
-        self.read(PIPE_BYTES)
-        self._log(self._rest)
+        """Log the end of what is left; a child process of the worker's may still write, and is not heard any more."""
+        with contextlib.suppress(BlockingIOError):
+            self._rest += os.read(self.fd, PIPE_BYTES)
+        lines = self._rest.replace(b"\r", b"\n").split(b"\n")
+        if len(lines) > LAST_LINES:
+            self._log(_dropped_lines(len(lines) - LAST_LINES).encode())
+        for line in lines[-LAST_LINES:]:
+            self._log(line)
         os.close(self.fd)
 
 

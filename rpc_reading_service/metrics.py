@@ -7,11 +7,12 @@ read the last one, which never changes.
 import time
 from collections.abc import Iterable, Iterator
 
+import msgspec
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rpc_reading_service.messages import SessionStatus, Status, WorkerStatus
+from rpc_reading_service.messages import SessionStatus, Status, Totals, WorkerStatus
 
 JOIN_S = 2.0
 
@@ -51,7 +52,15 @@ class Exporter(Collector):
         return int(self._server.server_port)
 
     def publish(self, status: Status) -> None:
-        """For the daemon's thread: this is what is served from now on."""
+        """For the daemon's thread: this is what is served from now on.
+
+        A wait may turn out to have been another than it was taken for. What has been counted stays counted, since
+        Prometheus takes a counter that falls for one that began anew.
+        """
+        if self._published is not None:
+            before = msgspec.structs.asdict(self._published[0].totals)
+            totals = {name: max(count, before[name]) for name, count in msgspec.structs.asdict(status.totals).items()}
+            status = msgspec.structs.replace(status, totals=Totals(**totals))
         self._published = status, time.time()
 
     def collect(self) -> Iterable[Metric]:

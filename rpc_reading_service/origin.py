@@ -15,6 +15,7 @@ own. So it does if loading fails: the workers find out, and say, why.
 """
 
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -35,6 +36,9 @@ REQUEST_BYTES = 1 << 20
 DESCRIPTORS = 4
 """That come with each request: a worker's channel, its logbook, what it writes to, and where its process id and exit
 code go."""
+
+FORK_S = 3.0
+"""How long a fork may take, during which the daemon hears nobody; it takes some 10 ms, more for more memory."""
 
 _NUMBER_BYTES = 8
 
@@ -59,6 +63,7 @@ class Origin:
         )
         self.loading = True
         self.loaded = False
+        self._has_forked = False
         try:
             self._process.start()
         except BaseException:
@@ -92,17 +97,21 @@ class Origin:
         """
         reader, writer = os.pipe()
         try:
-            socket.send_fds(self._socket, [pickle.dumps(args)], [channel, logbook, output, writer])
-            os.close(writer)
-            return Forked(reader)
+            try:
+                socket.send_fds(self._socket, [pickle.dumps(args)], [channel, logbook, output, writer])
+            finally:
+                os.close(writer)
+            forked = Forked(reader)
         except (OSError, EOFError):
             os.close(reader)
             self.loaded = False
             raise
+        self._has_forked = True
+        return forked
 
     def close(self) -> None:
         """No more workers; the process ends when those that it has forked are gone."""
-        if self.loading:
+        if not self._has_forked:
             self._process.kill()
         self._socket.close()
 
@@ -114,12 +123,14 @@ class Forked:
         reader: where its process id comes, and its exit code
 
     Raises:
-        EOFError: the process that should have been forked is gone.
+        EOFError: the process that should have been forked is gone, or does nothing for ``FORK_S``.
     """
 
     def __init__(self, reader: int) -> None:
         self.sentinel = reader
         """Readable when the process has ended."""
+        if not connection.wait([reader], FORK_S):
+            raise EOFError(f"the process that has the graph loaded has not forked it within {FORK_S:g} s")
         self.pid = _read_number(reader)
         self._code: int | None = None
 
@@ -156,13 +167,25 @@ def _serve(socket_fd: Any, graph_fd: Any, limit: int | None) -> None:
 
     worker.become_worker()
     channel = socket.socket(fileno=socket_fd.detach())
-    parts = _load(graph_fd.detach(), limit)
-    if parts is None:
-        return
-    gc.collect()
-    gc.freeze()  # the collector would write to every object
-    channel.send(LOADED)
-    _Forks(channel, lambda: parts).run()
+    with _ended_by_a_hangup(channel):
+        parts = _load(graph_fd.detach(), limit)
+    if parts is not None:
+        gc.collect()
+        gc.freeze()  # the collector would write to every object
+        channel.send(LOADED)
+        _Forks(channel, lambda: parts).run()
+    os._exit(0)  # whatever threads user code has started
+
+
+@contextlib.contextmanager
+def _ended_by_a_hangup(channel: socket.socket) -> Iterator[None]:
+    """If the daemon goes, the kernel ends this process, whatever user code is doing."""
+    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
+    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(channel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    yield
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags)
 
 
 def _load(graph_fd: int, limit: int | None) -> Any:
@@ -220,19 +243,25 @@ class _Forks:
             self._open = False
             return
         *theirs, status = descriptors
-        process = self._context.Process(target=self._become, args=(pickle.loads(data), *theirs))
-        process.start()
-        for descriptor in theirs:
-            os.close(descriptor)
-        self._workers[process.sentinel] = process, status
-        _write_number(status, process.pid or 0)
+        process = self._context.Process(target=self._become, args=(pickle.loads(data), *descriptors))
+        try:
+            process.start()
+        except OSError:  # no memory, no process: the daemon hears of it when its end closes
+            os.close(status)
+        else:
+            self._workers[process.sentinel] = process, status
+            _write_number(status, process.pid or 0)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
 
-    def _become(self, args: Sequence[Any], channel: int, logbook: int, output: int) -> None:
+    def _become(self, args: Sequence[Any], channel: int, logbook: int, output: int, own: int) -> None:
         """In the new process: nothing of the parent's is held on to."""
         from rpc_reading_service import worker
 
         logs.redirect(output)
         self._channel.close()
+        os.close(own)
         for sentinel, (_, status) in self._workers.items():
             os.close(sentinel)
             os.close(status)

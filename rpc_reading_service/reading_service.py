@@ -1,6 +1,5 @@
 """``RPCReadingService``: torchdata's calls turned into the client's."""
 
-import functools
 import os
 import secrets
 import socket
@@ -37,9 +36,6 @@ from rpc_reading_service.statistics import NOTHING, Statistics
 WORKERS_VARIABLE = "RPC_READING_WORKERS"
 KEYS_VARIABLE = "RPC_READING_KEYS"
 MAX_PREFETCH_BYTES = 2 << 30
-
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: locked for every device; from CUDA's driver_types.h."""
 
 _INITIALIZED = {
     "_daemons",
@@ -300,13 +296,12 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         own_daemons = self._daemons is not None
         keys = options.keys_for_session(own_daemons)
         session = options.for_session(payload, names, own_daemons, encrypted=keys is not None)
-        pins = options.pin_memory and _can_pin()
-        page_lock = functools.partial(_lock_pages, torch.cuda.current_device()) if pins else None
-        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys, page_lock)
-        source.pin = _pin if pins else None
+        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys)
+        source.pin = _pin if options.pin_memory and _can_pin() else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
-        display = Display(client.lasting, sys.stderr) if options.progress and sys.stderr.isatty() else None
+        shows = options.progress and sys.stderr is not None and sys.stderr.isatty()
+        display = Display(client.lasting, sys.stderr) if shows else None
         self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons, display)
         try:
             client.open()
@@ -525,16 +520,7 @@ def _can_pin() -> bool:
     return torch.cuda.is_available()
 
 
-def _lock_pages(device: int, address: int, nbytes: int) -> Callable[[], object] | None:
-    """Page-lock memory in which batches land, so that ``_pin`` need not copy them; called by the I/O thread."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        failed = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
-    return None if failed else functools.partial(cudart.cudaHostUnregister, address)
-
-
 def _pin(batch: Any) -> Any:
-    """What lies in locked pages stays where it is."""
     return pin_memory_fn(batch, torch.cuda.current_device())
 
 

@@ -110,5 +110,6 @@ class _Question(threading.Thread):
             self.found = look_up(self._names)
         except AddressError as error:
             self.trouble = error
-        self.is_over = True
-        self._done()
+        finally:
+            self.is_over = True
+            self._done()

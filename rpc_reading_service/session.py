@@ -672,7 +672,8 @@ class ClientSession:
 
     def _starting(self) -> Stage:
         """Whose daemon has no graph yet cannot start."""
-        workers = [w for w in self.workers if w.address and self.links[w.address].arriving is None]
+        links = {w.worker: self.links.get(w.address) for w in self.workers}  # a vacant one's may have been left
+        workers = [w for w in self.workers if (link := links[w.worker]) is not None and link.arriving is None]
         ready = sum(w.state not in (_S.VACANT, _S.STARTING) for w in workers)
         return Stage("starting workers", ready, 0 if ready == len(workers) else len(workers), "workers")
 
@@ -831,8 +832,8 @@ class ClientSession:
 
     def _move_from_draining(self, workers: Iterable[int], now: float) -> None:
         """Shards with nothing to lose move on from a daemon that is ending; the others finish their epoch there."""
-        moving = [self.workers[w] for w in workers if w < len(self.workers) and self.workers[w].address]
-        moving = [w for w in moving if self.links[w.address].draining and w.state not in (_S.VACANT, _S.CLOSED)]
+        known = [self.workers[w] for w in workers if w < len(self.workers)]
+        moving = [w for w in known if w.state not in (_S.VACANT, _S.CLOSED) and self.links[w.address].draining]
         if not moving or self.options.dispatching or not self._has_room(len(moving)):
             return
         for worker in moving:

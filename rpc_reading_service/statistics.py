@@ -28,6 +28,8 @@ FEW = 0.05
 BUSY = 0.8
 """From this share on, a worker has no time left."""
 
+REPLAYED = "what had arrived before, after a loss or from a checkpoint; that ends by itself"
+
 
 @dataclass(frozen=True)
 class WorkerStatistics:
@@ -232,7 +234,10 @@ class Recorder:
         """Everything, from the beginning of the window until now."""
         if not self._marks:
             return replace(NOTHING, losses=losses, recoveries=recoveries, verdict="no epoch has begun")
-        begin, end = self._marks[0], self._mark(now if self._ended is None else self._ended)
+        end = self._mark(now if self._ended is None else self._ended)
+        while len(self._marks) > 1 and self._marks[1].at <= end.at - WINDOW_S:
+            self._marks.popleft()
+        begin = self._marks[0]
         seconds = end.at - begin.at
         workers = tuple(_of_worker(place, begin, end, seconds) for place in places)
         waited_s = end.waited_s - begin.waited_s
@@ -292,6 +297,9 @@ def judge(statistics: Statistics, num_shards: int, in_order: bool) -> str:
     """Whether the training waits for data, why, and what to do about it."""
     waiting = f"training waits for data {_percent(statistics.waiting)} of the time"
     shards, rest = statistics.workers[:num_shards], statistics.workers[num_shards:]
+    missing = max(shards, key=lambda each: each.waited_s, default=None)
+    if missing is not None and missing.state in ("vacant", "starting") and statistics.waiting >= FEW:
+        return f"{waiting}: worker {missing.worker}, lost on {missing.address}, does not run again yet"
     if not any(each.busy + each.credit for each in shards):
         return f"{waiting}: what the workers do is not known yet; they report every 2 s"
     if statistics.waiting < FEW:
@@ -337,6 +345,8 @@ def _slow_shard(waited_s: float, shards: Sequence[WorkerStatistics]) -> WorkerSt
 
 
 def _one_slow(slow: WorkerStatistics, in_order: bool) -> str:
+    if slow.replay > max(slow.graph, slow.encoding, slow.wire):
+        return f"worker {slow.worker} on {slow.address} replays {REPLAYED}"
     doing = "its batches are long under way" if slow.wire > slow.graph else f"it is {_busy_in(slow)}"
     advice = ": in_order=False does not wait for it" if in_order else ""
     return (
@@ -360,7 +370,7 @@ def _all_alike(statistics: Statistics, shards: Sequence[WorkerStatistics]) -> st
             "is too small: raise worker_prefetch_cnt, or prefetch_bytes"
         )
     if most == "replay":
-        return "workers replay what had arrived before, after a loss or from a checkpoint; that ends by itself"
+        return f"workers replay {REPLAYED}"
     if most == "wire":
         rate = _mb(statistics.nbytes, statistics.seconds)
         return (

@@ -66,7 +66,8 @@ def ask(addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> dic
     for address in addresses:
         work = _put_answer, (answers, address, keys, deadline)
         threading.Thread(target=work[0], args=work[1], name=f"asks {address}", daemon=True).start()
-    found: dict[str, Answer] = dict.fromkeys(addresses, f"no answer within {timeout:g} s: its name does not resolve")
+    transport.allow_connections()
+    found: dict[str, Answer] = dict.fromkeys(addresses, f"no answer within {timeout:g} s, nor a reason why")
     patience = Deadline(timeout + DIAGNOSIS_S)
     try:
         for _ in addresses:
@@ -84,8 +85,8 @@ def _put_answer(
     try:
         with contextlib.closing(_Question(context, address, keys, deadline)) as question:
             answer = question.answer()
-    except AddressError as error:
-        answer = str(error)
+    except Exception as error:  # one that cannot be asked must not keep the others from being shown
+        answer = str(error) if isinstance(error, AddressError) else f"cannot be asked: {type(error).__name__}: {error}"
     finally:
         context.close()
     answers.put((address, answer))
@@ -203,7 +204,9 @@ def _session(session: SessionStatus) -> Iterator[RenderableType]:
     for heading in ("batches/s", "MB/s", "CPU %", "memory"):
         rows.add_column(heading, justify="right", no_wrap=True)
     for worker in sorted(session.workers, key=lambda each: (each.report.worker, each.report.attempt)):
-        rows.add_row(_name(worker), str(worker.pid), worker.state, doing(worker), *_figures(worker))
+        rows.add_row(
+            _name(worker), str(worker.pid), Text(logs.printable(worker.state)), doing(worker), *_figures(worker)
+        )
     yield rows
 
 
@@ -275,12 +278,15 @@ def lines(answers: dict[str, Answer]) -> Iterator[str]:
         if isinstance(answer, str):
             yield f"{address} down: {logs.printable(answer)}"
             continue
-        workers = [(session, worker) for session in answer.sessions for worker in session.workers]
-        for session, worker in workers:
-            rate, megabytes, cpu, memory = _figures(worker)
-            yield logs.printable(
-                f"{address} {session.session}/{_name(worker)} {worker.state}, {doing(worker)}: {rate} batches/s, "
-                f"{megabytes} MB/s, {cpu} % CPU, {memory}"
-            )
-        if not workers:
+        for session in answer.sessions:
+            whose = f"{address} {session.session} of {session.client}, graph {session.graph}"
+            if not session.workers:
+                yield logs.printable(f"{whose}: {session.state}")
+            for worker in session.workers:
+                rate, megabytes, cpu, memory = _figures(worker)
+                yield logs.printable(
+                    f"{whose}: worker {_name(worker)} {worker.state}, {doing(worker)}: {rate} batches/s, "
+                    f"{megabytes} MB/s, {cpu} % CPU, {memory}"
+                )
+        if not answer.sessions:
             yield f"{address} {logs.printable(_headline(answer)[0])}"

@@ -45,6 +45,9 @@ ANSWERS_WAITING = 10_000
 """Messages that wait for a client that reads nothing. A client's libzmq reads even while user code holds the GIL, so
 only a peer that asks and does not listen comes so far; what a client misses is noticed by counting."""
 
+UNACKNOWLEDGED_MS = 15_000
+"""Credit that nobody acknowledges for so long ends its connection; TCP alone would try for a quarter of an hour."""
+
 LOCAL_BUFFER_BYTES = 256 << 10
 """What the system holds of a local connection to a daemon, which needs no large window: it is still read when the
 connection has been shut down."""
@@ -716,6 +719,7 @@ class Pull(_Reading):
 
     def __init__(self, context: "zmq.Context[Any]", session: str, pair: Pair | None) -> None:
         self._socket = _open(context, zmq.ROUTER, DATA_BYTES, Lock.connecting(pair))
+        self._socket.tcp_maxrt = UNACKNOWLEDGED_MS
         self._socket.routing_id = _secret_name(session, "client")
         self._connected = itertools.count(1)
 

@@ -12,6 +12,10 @@ SUMMED = ("batches", "nbytes", "replayed", "idle_s", "graph_s", "replay_s", "enc
 """What ``WorkerReport`` and ``Totals`` both have."""
 
 
+LEAST_S = 0.5
+"""Over less than this, a tick of the clock for CPU time would be several cores."""
+
+
 @dataclass
 class Usage:
     """One process; rates are those between the last two looks.
@@ -45,7 +49,7 @@ class Usage:
         self._process = self._process or psutil.Process(self.pid)
         with self._process.oneshot():
             status, times, memory = self._process.status(), self._process.cpu_times(), self._process.memory_info()
-        elapsed = max(now - (self._looked or self.began), 1e-3)
+        elapsed = max(now - (self._looked or self.began), LEAST_S)
         cpu_s = times.user + times.system
         self.cpu = 100 * max(0.0, cpu_s - self.cpu_s) / elapsed
         self.batches_per_s = max(0, report.batches - self._batches) / elapsed
@@ -55,7 +59,9 @@ class Usage:
         return str(status)
 
 
-def add(totals: Totals, report: WorkerReport, usage: Usage) -> Totals:
-    """The totals with one worker more."""
+def add(totals: Totals, report: WorkerReport, usage: Usage, dispatching: bool = False) -> Totals:
+    """The totals with one worker more; what a dispatching worker deals out are elements of batches, and not counted."""
+    if dispatching:
+        report = msgspec.structs.replace(report, batches=0, nbytes=0)
     sums = {name: getattr(totals, name) + getattr(report, name) for name in SUMMED}
     return msgspec.structs.replace(totals, cpu_s=totals.cpu_s + usage.cpu_s, **sums)

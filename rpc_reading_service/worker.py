@@ -107,6 +107,7 @@ class Mailbox:
         self._drop = drop
         self._logbook = logbook
         self._awaited = Phase.CREDIT
+        self._credit: Credit | None = None
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
@@ -167,19 +168,24 @@ class Mailbox:
         with self._changed:
             match message:
                 case Credit():
-                    if message.epoch == self._epoch:
-                        self._window.credit(message.consumed)
-                        self._awaited = Phase.WIRE if message.hungry else Phase.CREDIT
+                    self._credit = message
+                    self._take_credit()
                 case StartEpoch():
                     self._epoch = message.epoch
                     for parcel in self._parcels:
                         self._drop(parcel)
                     self._parcels.clear()
                     self._window.begin(message.skip, message.credit)
+                    self._take_credit()  # it comes by another way, and may have overtaken this
                     self._commands.append((message, payload))
                 case _:
                     self._commands.append((message, payload))
             self._changed.notify()
+
+    def _take_credit(self) -> None:
+        if self._credit is not None and self._credit.epoch == self._epoch:
+            self._window.credit(self._credit.consumed)
+            self._awaited = Phase.WIRE if self._credit.hungry else Phase.CREDIT
 
     def collect(self) -> list[Parcel]:
         """Everything that waits to be sent; if it is nothing, the next parcel wakes the I/O thread."""

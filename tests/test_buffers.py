@@ -4,7 +4,6 @@ The client's blocks and the shared segments are held to the same: ``Memory`` is 
 """
 
 import copy
-import functools
 import gc
 import os
 import pickle
@@ -162,29 +161,6 @@ def test_no_more_free_memory_is_kept_than_allowed() -> None:
     lent.clear()
     assert pool._shelf.nbytes <= 3 * NBYTES
     assert not pool._lent
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_pages_are_locked_once_and_unlocked_before_the_memory_goes(works: bool) -> None:
-    locked: dict[int, int] = {}
-
-    def lock(address: int, nbytes: int) -> Callable[[], object] | None:
-        assert address not in locked
-        locked[address] = nbytes
-        return functools.partial(locked.pop, address) if works else None
-
-    pool = Pool(2 * NBYTES, lock)
-    for _ in range(3):
-        tensor = torch.frombuffer(pool.allocate(NBYTES), dtype=torch.uint8)
-        assert locked[tensor.data_ptr()] >= NBYTES
-        del tensor
-        assert len(locked) == 1, "the block was used again"
-    kept = [pool.allocate(NBYTES) for _ in range(4)]
-    assert len(locked) == 4
-    kept.clear()
-    assert sum(locked.values()) <= 2 * NBYTES if works else len(locked) == 4
-    del pool
-    assert not locked or not works
 
 
 def test_small_buffers_are_not_worth_recycling() -> None:

@@ -46,7 +46,8 @@ NODES = "127.0.0.2", "127.0.0.3"
 
 SRUN = """#!/bin/bash
 # One task on each node of a component; a node has its own address in the place of 0.0.0.0.
-trap 'kill -TERM $(jobs -p)' TERM
+trap 'kill -KILL $(jobs -p)' TERM
+trap 'kill -USR1 $(jobs -p)' USR1
 nodes=127.0.0.1
 if [ "$1" = --het-group=1 ]; then nodes="127.0.0.2 127.0.0.3"; fi
 shift
@@ -116,7 +117,7 @@ def test_a_slurm_job_that_is_preempted_goes_on_where_it_was(cluster: Fields) -> 
     with Job(cluster) as job:
         for line in job.lines:
             if line.startswith("step 10:"):
-                job.process.terminate()
+                job.process.send_signal(signal.SIGUSR1)
                 break
         told = [line.strip() for line in job.lines]
         assert job.process.wait() == os.EX_TEMPFAIL

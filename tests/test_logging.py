@@ -201,7 +201,9 @@ def test_a_text_line_cannot_be_forged_and_an_exception_follows_it() -> None:
 
 
 def test_an_exception_is_a_field_of_json() -> None:
-    fields = json.loads(logs.JsonFormatter().format(record_of(ValueError("no"))))
+    line = logs.JsonFormatter().format(record_of(ValueError("no")))
+    assert line.isprintable()
+    fields = json.loads(line)
     assert fields["exception"].splitlines()[-1] == "ValueError: no"
     assert (fields["message"], fields["session"], fields["worker"]) == ("of a\nb\x9b", None, None)
 

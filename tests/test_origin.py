@@ -1,20 +1,22 @@
 """Graphs so large that the workers of a host share one."""
 
 import functools
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from daemons import until
+from daemons import running, until
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
-from rpc_reading_service import RPCReadingService, WorkerTimeoutError
+from rpc_reading_service import RPCReadingError, RPCReadingService, WorkerTimeoutError
 from rpc_reading_service.daemon import SHARED_GRAPH_BYTES
 from rpc_reading_service.testing import local_workers
 
@@ -123,8 +125,12 @@ def _arrive(how: str, path: Path | None, pid: int) -> Any:
             case "opens a file":
                 arrived.file = path.open()
             case "starts a thread":
-                arrived.thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+                arrived.thread = threading.Thread(target=threading.main_thread().join)
                 arrived.thread.start()
+            case "tells, and waits":
+                path.with_suffix(".part").write_text(str(os.getpid()))
+                path.with_suffix(".part").rename(path)
+                time.sleep(600)
             case "waits":
                 time.sleep(600)
             case "raises":
@@ -160,6 +166,49 @@ class Carries(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.source
+
+
+def test_a_stopped_process_that_has_it_loaded_is_not_waited_for_long() -> None:
+    with local_workers(1, 2) as addresses, load(sharded(pieces()), addresses, num_workers=1) as loader:
+        iterator = iter(loader)
+        batches = [next(iterator)]
+        (origin,) = parents(batches)
+        psutil.Process(origin).suspend()
+        try:
+            with load(sharded(pieces()), addresses, num_workers=1) as another:
+                other = list(another)  # of the same graph, whose second worker cannot be forked
+        finally:
+            psutil.Process(origin).resume()
+        batches += iterator
+    assert numbers(batches) == numbers(other) == list(range(PIECES))
+    assert parents(batches).isdisjoint(parents(other))
+
+
+def read_all(addresses: list[str]) -> list[int]:
+    pipe = IterableWrapper(pieces(), deepcopy=False).sharding_filter()
+    service = RPCReadingService(addresses, num_workers=1, timeout=60.0)
+    with DataLoader2(pipe, reading_service=service) as loader:
+        return [int.from_bytes(piece[:4], "big") for piece in loader]
+
+
+def test_two_sessions_that_send_the_same_graph_at_once_are_both_served() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with local_workers(1, 2) as addresses, ProcessPoolExecutor(2, spawn) as executor:
+        both = list(executor.map(read_all, 2 * [addresses]))
+    assert both == 2 * [list(range(PIECES))]
+
+
+def test_if_the_daemon_is_killed_while_a_graph_is_loaded_nothing_is_left(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with running("--slots", "1", "--port", "0") as daemon:
+        pipe = Carries(sharded(pieces()), Arrives("tells, and waits", pid))
+        with load(pipe, [daemon.address], timeout=30.0) as loader, ThreadPoolExecutor() as executor:
+            opened = executor.submit(iter, loader)
+            until(pid.exists, PATIENCE_S)
+            daemon.process.kill()
+            until(lambda: not psutil.pid_exists(int(pid.read_text())), PATIENCE_S)
+            loader.shutdown()
+            assert isinstance(opened.exception(), RPCReadingError)
 
 
 def test_what_cannot_be_loaded_is_an_error_from_a_worker(daemon: list[str]) -> None:

@@ -559,13 +559,6 @@ def test_pin_memory_pins_the_tensors_of_a_batch(pool: list[str]) -> None:
         assert [element.is_pinned() for element in loader] == 4 * [True]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pin_memory_pins_large_tensors_where_they_were_received(pool: list[str]) -> None:
-    pipe = sharded(range(4)).map(functools.partial(full, 1 << 20))
-    with load(pipe, pool, num_workers=1, pin_memory=True, transport="tcp") as loader:
-        assert [element.is_pinned() for element in loader] == 4 * [True]
-
-
 # How far the workers run ahead.
 
 WINDOWS = {

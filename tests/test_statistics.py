@@ -227,6 +227,28 @@ def test_the_verdict_says_why_the_training_waits(shards: list[WorkerStatistics],
     assert verdict(0.38, *shards) == WAITS + words
 
 
+def test_one_shard_that_replays_is_not_slow() -> None:
+    text = (
+        "worker 1 on cpu1:5555 replays what had arrived before, after a loss or from a checkpoint; that ends by itself"
+    )
+    assert verdict(0.38, shard(0, 0.1, credit=0.9), shard(1, 3.7, replay=1.0)) == WAITS + text
+
+
+@pytest.mark.parametrize("state", ["vacant", "starting"])
+def test_a_shard_that_was_lost_and_does_not_run_is_why(state: str) -> None:
+    lost = replace(shard(1, 3.7), state=state)
+    assert (
+        verdict(0.38, shard(0, 0.1, credit=0.9), lost) == WAITS + "worker 1, lost on cpu1:5555, does not run again yet"
+    )
+
+
+def test_a_window_ends_though_no_daemon_reports_any_more(recorder: Session) -> None:
+    for second in range(3):
+        recorder.report([report(0)], 101.0 + second)
+    recorder.consume(0, 300)
+    assert snapshot(recorder, 103.0 + 2 * WINDOW_S).seconds == 2 * WINDOW_S
+
+
 def test_one_shard_that_all_waiting_is_for_is_not_slow_if_all_are_as_busy() -> None:
     """In lock step the second one's batch is always there when the first one's has come."""
     assert "workers are busy in the graph" in verdict(0.38, shard(0, 3.8, graph=1.0), shard(1, 0.0, graph=0.9))
