@@ -21,7 +21,7 @@ from rpc_reading_service.daemon import SHARED_GRAPH_BYTES
 from rpc_reading_service.testing import local_workers
 
 WORKERS = 3
-PIECES = 40
+PIECES = 20
 PIECE_BYTES = 1_000_000
 PATIENCE_S = 20.0
 

@@ -19,6 +19,8 @@ from torchdata.datapipes.iter import IterableWrapper
 from rpc_reading_service import RPCReadingService, Statistics
 from rpc_reading_service.transport import Deadline
 
+pytestmark = pytest.mark.slow
+
 MULTIPROCESSING = SHARDING_PRIORITIES.MULTIPROCESSING
 
 WINDOW_S = 1.5
