@@ -148,6 +148,7 @@ def test_a_graph_may_be_long_under_way_and_that_is_told(
     service = RPCReadingService([slow_link], progress=True, pickle_by_value=(__name__,))
     with DataLoader2(pipe, reading_service=service) as loader:
         assert list(loader) == list(range(10))
+        until(lambda: any("sending the graph took " in line for line in caplog.messages))
     found = "\n".join(caplog.messages)
     assert re.search(r"sending the graph: \d of 24 MB, after 2 s", found)
     assert re.search(r"sending the graph took 1\d\.\d s", found)
