@@ -597,15 +597,15 @@ class _Tracer(pickle.Pickler):
     """What torch finds the DataPipes of a graph with, by pickling it and throwing away what is written.
 
     Classes and functions are passed over. Those that have come by value can be pickled by no name here, so that torch
-    would ask ``dill``, which need not be installed, takes long, and fails at classes that refer to each other. What is
-    written is not kept: it would be a copy of all data in the graph, for each epoch.
+    would ask ``dill``, which need not be installed, takes long, and fails at classes that refer to each other. Nor is
+    anything copied or kept, tensors and arrays neither: it would be all data in the graph once more, for each epoch.
     """
 
     def __init__(self, file: Any) -> None:
-        super().__init__(_Nowhere())
+        super().__init__(_Nowhere(), protocol=5, buffer_callback=lambda _: None)  # or arrays would be copied first
 
     def reducer_override(self, obj: Any) -> Any:
-        return (iter, ((),)) if isinstance(obj, type | FunctionType) else NotImplemented
+        return (iter, ((),)) if isinstance(obj, type | FunctionType | torch.Tensor) else NotImplemented
 
 
 class _Nowhere:

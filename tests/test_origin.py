@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from daemons import running, until
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
@@ -52,7 +55,7 @@ class Places(IterDataPipe[tuple[int, int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         for piece in self.source:
-            yield int.from_bytes(piece[:4], "big"), os.getppid(), psutil.Process().memory_full_info().uss
+            yield int.from_bytes(bytes(piece[:4]), "big"), os.getppid(), psutil.Process().memory_full_info().uss
 
 
 def sharded(elements: Any) -> Any:
@@ -65,6 +68,21 @@ def numbers(batches: Any) -> list[int]:
 
 def parents(batches: Any) -> set[int]:
     return {parent for _, parent, _ in batches}
+
+
+def arrays() -> list[Any]:
+    return [np.frombuffer(bytearray(piece), dtype=np.uint8) for piece in pieces()]
+
+
+def tensors() -> list[Any]:
+    return [torch.from_numpy(array) for array in arrays()]
+
+
+@pytest.mark.parametrize("data", [arrays, tensors])
+def test_the_workers_share_arrays_and_tensors(daemon: list[str], data: Any) -> None:
+    with load(sharded(data()).map(itemgetter(2)), daemon) as loader:
+        assert max(loader) < 0.8 * PIECES * PIECE_BYTES
+        assert max(loader) < 0.8 * PIECES * PIECE_BYTES, "in the second epoch"
 
 
 def is_origin(pid: int) -> bool:
