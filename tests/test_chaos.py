@@ -12,6 +12,7 @@ ELEMENTS = 50_000
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_disturbed_epoch_is_the_undisturbed_one() -> None:
     faults = 0
     with chaos.four_daemons() as daemons:

@@ -135,6 +135,7 @@ def test_a_killed_training_process_frees_its_slots_and_leaves_no_process(
     assert free_slots(address) == 4
 
 
+@pytest.mark.slow
 def test_training_processes_killed_again_and_again_leave_the_daemon_as_it_was(
     pool: LocalDaemons, training_processes: Any
 ) -> None:

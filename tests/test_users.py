@@ -923,6 +923,7 @@ def slow_without_the_gil(seconds: float, x: int) -> int:
     return x
 
 
+@pytest.mark.slow
 def test_a_batch_that_takes_longer_than_any_heartbeat_is_no_loss(
     two_daemons: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
