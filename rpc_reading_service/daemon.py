@@ -210,10 +210,6 @@ class WorkerProcess:
     def __str__(self) -> str:
         return f"worker {self.start.worker} (pid {self.process.pid})"
 
-    @property
-    def is_dispatching(self) -> bool:
-        return self.start.worker == self.start.num_workers
-
     def report(self, now: float) -> WorkerReport:
         """What it has done so far, and is at."""
         return self.logbook.report(self.start.worker, self.start.attempt, now)
@@ -580,7 +576,7 @@ class Daemon:
         totals = msgspec.structs.replace(self._totals, strangers=self._strangers.total)
         sessions = list(self._sessions.values())
         for worker in (worker for session in sessions for worker in session.workers.values()):
-            totals = usage.add(totals, worker.report(now), worker.usage, worker.is_dispatching)
+            totals = usage.add(totals, worker.report(now), worker.usage, worker.start.is_dispatching)
         return Status(
             PROTOCOL_VERSION, self._versions, self.boot, socket.gethostname()[:SHORT], os.getpid(), now - self._began,
             self.options.slots, self.free, self._stopping or "", totals, [session.status(now) for session in sessions],
@@ -856,7 +852,8 @@ class Daemon:
             self._poller.forget(worker.output.fd)
         worker.output.close()
         batch = worker.logbook.read()
-        self._totals = usage.add(self._totals, worker.report(time.monotonic()), worker.usage, worker.is_dispatching)
+        report = worker.report(time.monotonic())
+        self._totals = usage.add(self._totals, report, worker.usage, worker.start.is_dispatching)
         worker.logbook.close()
         reason = describe_exit(worker.process.exitcode or 0, self.options.worker_memory)
         cut_off = worker.process.exitcode == protocol.EXIT_CUT_OFF  # not the fault of the batch it was waiting for

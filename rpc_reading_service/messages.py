@@ -268,6 +268,11 @@ class StartWorker(WorkerMessage, frozen=True):
     prefetch_bytes: Annotated[int, Meta(ge=1)]
     """This worker's share of ``prefetch_bytes``."""
 
+    @property
+    def is_dispatching(self) -> bool:
+        """Whether it is the one that feeds the others."""
+        return self.worker == self.num_workers
+
 
 class StopWorker(WorkerMessage, frozen=True):
     """Client to daemon, and on to the worker: end; the slot stays with the session."""

@@ -672,8 +672,8 @@ class ClientSession:
 
     def _starting(self) -> Stage:
         """Whose daemon has no graph yet cannot start."""
-        links = {w.worker: self.links.get(w.address) for w in self.workers}  # a vacant one's may have been left
-        workers = [w for w in self.workers if (link := links[w.worker]) is not None and link.arriving is None]
+        links = self.links  # a vacant worker's may have been left
+        workers = [w for w in self.workers if (link := links.get(w.address)) is not None and link.arriving is None]
         ready = sum(w.state not in (_S.VACANT, _S.STARTING) for w in workers)
         return Stage("starting workers", ready, 0 if ready == len(workers) else len(workers), "workers")
 

@@ -610,11 +610,10 @@ def _build(
     pair = Pair.from_raw(secret) if secret else None
     gate = context.gate(lambda public, _address: public == pair.public) if pair is not None else None
     feed = Feed(start, waker, pair)
-    dispatching = start.worker == start.num_workers
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
     memory: segments.Segments | None = None
-    if dispatching:
+    if start.is_dispatching:
         mailbox, router = DispatchMailbox(start, waker, logbook), context.feed_router(start.session, pair, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
@@ -630,7 +629,7 @@ def _build(
     if memory is not None:
         inplace.lend_from(memory.lend)
     shard = graph.load(unpickle(), start.num_workers, start.worker, feed.elements)
-    kind = DispatchRunner if dispatching else Runner
+    kind = DispatchRunner if start.is_dispatching else Runner
     io.runner = kind(shard, mailbox, reply, start, feed, logbook, memory, limit)
     offer = None if memory is None else memory.offer
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))

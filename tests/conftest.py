@@ -47,6 +47,19 @@ def two_daemons() -> Iterator[list[str]]:
         yield addresses
 
 
+@pytest.fixture
+def slow_link() -> Iterator[str]:
+    """The address of a daemon, to and from which 2 MB/s go on each connection."""
+    from daemons import running
+    from relays import HOSTS, free_ports, options, relay
+
+    ports = free_ports()
+    with running(*options(ports)) as daemon:
+        assert daemon.line, daemon.errors
+        with relay(ports, pace=2e6):
+            yield f"{HOSTS[1]}:{ports[0]}"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keys of the daemon and of one client."""

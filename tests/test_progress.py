@@ -8,12 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from daemons import running, until
-from relays import HOSTS, free_ports, options, relay
+from daemons import until
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
@@ -119,16 +117,6 @@ class Large:
 
     def __call__(self, element: int) -> int:
         return element
-
-
-@pytest.fixture
-def slow_link() -> Iterator[str]:
-    """The address of a daemon, to which 2 MB/s go on each connection."""
-    ports = free_ports()
-    with running(*options(ports)) as daemon:
-        assert daemon.line, daemon.errors
-        with relay(ports, pace=2e6):
-            yield f"{HOSTS[1]}:{ports[0]}"
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:

@@ -1823,7 +1823,7 @@ class SimWorker:
 
     @property
     def is_dispatching(self) -> bool:
-        return self.start.worker == self.start.num_workers
+        return self.start.is_dispatching
 
     def _header(self, kind: Any, *fields: Any) -> Any:
         start = self.start

@@ -5,13 +5,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from daemons import running, until
-from relays import HOSTS, free_ports, options, relay
+from daemons import until
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -130,16 +129,6 @@ def test_a_slow_dispatching_worker() -> None:
     with DataLoader2(dealt, reading_service=RPCReadingService(2, pickle_by_value=(__name__,))) as loader:
         found = read(loader, 0.001, "the dispatching worker on ", "is busy")
         assert [worker.batches > 0 for worker in found.workers] == [True, True, False]
-
-
-@pytest.fixture
-def slow_link() -> Iterator[str]:
-    """The address of a daemon from which 2 MB/s can be had on each connection."""
-    ports = free_ports()
-    with running(*options(ports)) as daemon:
-        assert daemon.line, daemon.errors
-        with relay(ports, pace=2e6):
-            yield f"{HOSTS[1]}:{ports[0]}"
 
 
 def test_a_slow_network(slow_link: str, two_daemons: list[str]) -> None:
