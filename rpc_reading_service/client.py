@@ -567,6 +567,8 @@ class _IOThread:
         self._keys_trouble: dict[str, str] = {}
         self._connections: dict[tuple[int, int], transport.DataConnection] = {}
         self._tick_at = self._look_at = 0.0
+        self._beginning = threading.RLock()  # the garbage collector may close the client in any place
+        self._has_begun = self._is_over = False
         self._thread = threading.Thread(target=self._run, name="rpc-reading-client", daemon=True)
 
     def start(self) -> None:
@@ -578,13 +580,23 @@ class _IOThread:
         return self._thread is threading.current_thread()
 
     def join(self, seconds: float) -> None:
-        """Wait until the sockets are closed; a thread that never ran has opened none."""
-        if self._thread.ident is None:
+        """Wait until the sockets are closed; a thread that has not begun to open them never will."""
+        with self._beginning:
+            self._is_over = not self._has_begun
+        if self._is_over:
             self._close()
         elif not self.is_current:
             self._thread.join(seconds)
 
+    def _begin(self) -> bool:
+        """Whether the sockets are still wanted: Ctrl-C may come before the thread that was started runs."""
+        with self._beginning:
+            self._has_begun = not self._is_over
+            return self._has_begun
+
     def _run(self) -> None:
+        if not self._begin():
+            return
         try:
             options = self._client.session.options
             self._pull = self._context.pull(options.session, Pair.from_raw(options.secret) if options.secret else None)

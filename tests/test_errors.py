@@ -611,6 +611,21 @@ def leave_at_reset(datapipe: Any, worker_info: Any, seed_generator: Any) -> Any:
     os._exit(3)
 
 
+def test_a_client_that_is_closed_before_its_thread_runs_opens_nothing(
+    daemon: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Ctrl-C does, if it comes while the thread is being started."""
+    late: list[threading.Thread] = []
+    client = client_with({}, daemon)
+    monkeypatch.setattr(client._io._thread, "start", lambda: late.append(client._io._thread))
+    client._io.start()
+    client.close()
+    monkeypatch.undo()
+    late[0].start()
+    late[0].join()
+    assert caplog.text == ""
+
+
 def test_a_worker_that_crashes_again_and_again_does_not_outlast_timeout(daemon: list[str]) -> None:
     with (
         load(sharded(), daemon, worker_reset_fn=leave_at_reset, timeout=2) as loader,
