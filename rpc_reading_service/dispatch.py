@@ -31,6 +31,9 @@ NO_MORE = (1 << 63) - 1
 """Credit of a worker whose shard has ended: nothing more need be sent to it in this epoch."""
 
 
+IDLE_S = 1.0
+"""How long an I/O thread waits if nothing happens: as long as strangers' messages may wait to be dropped."""
+
 BROKEN_S = 2.0
 """How long a worker whose feed broke waits to be stopped: if whoever fed it is lost, its daemon knows better why."""
 
@@ -309,6 +312,10 @@ class FeedOutlet:
 
     def abandon(self) -> None:
         """A new epoch: nothing waits here that would have to be dropped."""
+
+    @property
+    def patience(self) -> float:
+        return IDLE_S
 
 
 def _read_credit(frames: list[bytes]) -> Credit | None:

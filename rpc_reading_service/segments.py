@@ -29,7 +29,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,10 +174,12 @@ class Segments:
 
     Args:
         budget: bytes of all segments together
+        copy: copies what does not go into a segment
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, copy: Callable[[memoryview], Any] = buffers.snapshot) -> None:
         self._budget = budget
+        self._copy = copy
         self._nbytes = 0
         self.copied = 0
         """Bytes that were not written in place."""
@@ -252,7 +254,7 @@ class Segments:
         self.copied += nbytes
         segment = self._take(recycling.size_class(nbytes)) if shared and nbytes >= recycling.LEAST_BYTES else None
         if segment is None:
-            return [buffers.snapshot(part) for part in parts]
+            return [self._copy(part) for part in parts]
         target = np.frombuffer(segment.memory, np.uint8)
         for offset, part in zip(offsets, parts, strict=True):
             target[offset : offset + part.nbytes] = np.frombuffer(part, np.uint8)

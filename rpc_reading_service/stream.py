@@ -23,7 +23,7 @@ from rpc_reading_service.messages import (
     Message,
     Opened,
 )
-from rpc_reading_service.transport import Frame
+from rpc_reading_service.transport import Copied, Piece
 
 BATCHES_PER_MESSAGE = 1024
 
@@ -39,22 +39,22 @@ class Parcel(NamedTuple):
     kind: type[Data]
     """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
     header: bytes = b""
-    buffers: "Sequence[memoryview | segments.Lent]" = ()
+    buffers: "Sequence[memoryview | Copied | segments.Lent]" = ()
 
     @property
     def sizes(self) -> list[int]:
         return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
 
     @property
-    def frames(self) -> list[memoryview]:
+    def travelling(self) -> list[memoryview | Copied]:
         """The buffers that do not lie in shared memory."""
-        return [buffer for buffer in self.buffers if isinstance(buffer, memoryview)]
+        return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)]
 
 
 class Packed(NamedTuple):
     """A message, ready to be sent."""
 
-    frames: list[Frame]
+    frames: list[Piece]
     parcels: Sequence[Parcel] = ()
     """What is in it."""
 
@@ -78,7 +78,7 @@ class Packer:
         together: list[Parcel] = []
         room = CHUNK_BYTES
         for parcel in parcels:
-            nbytes = len(parcel.header) + sum(buffer.nbytes for buffer in parcel.frames)
+            nbytes = len(parcel.header) + sum([buffer.nbytes for buffer in parcel.travelling])
             small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
             if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
                 yield self._batches(together)
@@ -102,15 +102,22 @@ class Packer:
         places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
         header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
         body = b"".join(parcel.header for parcel in parcels)
-        frames = (buffer for buffer in all_buffers if isinstance(buffer, memoryview))
+        frames = [frame for parcel in parcels for buffer in parcel.travelling for frame in _pieces(buffer)]
         return Packed([messages.encode(header), body, *frames], parcels)
 
     def _large(self, parcel: Parcel) -> Iterator[Packed]:
         yield Packed([messages.encode(self._header(parcel, Large, parcel.sizes))], [parcel])
-        for part, data in enumerate([memoryview(parcel.header), *parcel.frames]):
-            for offset in range(0, data.nbytes, CHUNK_BYTES):
-                header = self._header(parcel, Chunk, part, offset)
-                yield Packed([messages.encode(header), data[offset : offset + CHUNK_BYTES]], [parcel])
+        for part, data in enumerate([memoryview(parcel.header), *parcel.travelling]):
+            for number, piece in enumerate(_pieces(data)):
+                header = self._header(parcel, Chunk, part, number * CHUNK_BYTES)
+                yield Packed([messages.encode(header), piece], [parcel])
+
+
+def _pieces(data: memoryview | Copied) -> Sequence[Piece]:
+    """Each of ``CHUNK_BYTES``, but for the last."""
+    if isinstance(data, Copied):
+        return data.frames
+    return [data[offset : offset + CHUNK_BYTES] for offset in range(0, data.nbytes, CHUNK_BYTES)]
 
 
 # The receiving end.

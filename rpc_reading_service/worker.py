@@ -1,13 +1,15 @@
 """One worker process: it runs one shard of one session's graph.
 
-Two threads, one owner for each thing:
+Two threads:
 
-    main thread    the graph: takes commands and room in the window from the mailbox, gives it encoded batches
-    I/O thread     the channel to the daemon and the data socket: commands in, batches out
+    main thread    the graph: takes commands and room in the window from the mailbox, encodes batches and sends them
+    I/O thread     the channel to the daemon: commands in, answers out; credit in, and what could not be sent yet out
 
 User code may hold the GIL or sleep for as long as it likes: what it has produced is sent, and where it is can be asked.
-While the main thread is quick, several small batches gather in the mailbox before the I/O thread's turn comes, and
-travel together; while it is slow, each leaves at once. If the daemon dies, so does the worker.
+To wake another thread for each batch would take longer than to send it, so the main thread sends its own; the I/O
+thread does what is left: while the client is not there, and when the graph takes its time after batches that were
+gathered. For these are, if they follow on one another within ``GATHER_S``, and travel together; of a slower graph each
+leaves at once. If the daemon dies, so does the worker.
 """
 
 import ctypes
@@ -30,7 +32,7 @@ import msgspec
 import torch
 
 from rpc_reading_service import buffers, codec, graph, inplace, messages, protocol, segments, transport
-from rpc_reading_service.dispatch import DispatchMailbox, Feed, FeedBroken, FeedOutlet
+from rpc_reading_service.dispatch import IDLE_S, DispatchMailbox, Feed, FeedBroken, FeedOutlet
 from rpc_reading_service.messages import (
     CHUNK_BYTES,
     AskStack,
@@ -69,11 +71,14 @@ EXIT_ORPHANED = 71
 SEGMENTS_PER_WINDOW = 2
 """Shared memory of a worker, in its shares of ``prefetch_bytes``: what is in flight, and what the user keeps."""
 
-COLLECTIONS_PER_TURN = 16
-"""How often the I/O thread looks for parcels before it looks for commands: to poll costs more than to look."""
+GATHER_S = 0.001
+"""Batches that follow on one another so quickly wait for the next ones, for so long at most."""
 
-IDLE_S = 1.0
-"""How long the I/O thread waits if nothing happens: as long as strangers' messages may wait to be dropped."""
+GATHER_BYTES = CHUNK_BYTES
+"""So many together wait no longer: what they count for in the window."""
+
+SETTLED_S = 0.01
+"""The graph has not been quick for so long: nothing is gathered, so that the I/O thread need not look."""
 
 _GRAPH, _REPLAY, _ENCODING = Phase.GRAPH, Phase.REPLAY, Phase.ENCODING
 """For each batch: to look a member up in its class takes 0.3 us, twice what is noted with it."""
@@ -84,6 +89,8 @@ _PR_SET_PDEATHSIG = 1
 
 class Mailbox:
     """Where the two threads meet: commands one way, parcels the other, and the window between them.
+
+    ``gathers`` says that parcels may wait here for others, and that the I/O thread has to look for them by itself.
 
     Args:
         window: whether one more batch may be produced
@@ -111,7 +118,9 @@ class Mailbox:
         self._changed = threading.Condition()
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
-        self._io_waits = False
+        self._gathered = 0
+        self._put_at = 0.0
+        self.gathers = False
         self._epoch = 0
 
     # For the main thread.
@@ -149,17 +158,39 @@ class Mailbox:
             self._window.credit(self._board.consumed(self._epoch))
         return self._window.is_open
 
-    def put(self, parcel: Parcel) -> None:
-        """Hand a parcel to the I/O thread."""
+    def put(self, parcel: Parcel) -> bool:
+        """Leave a parcel that is to be sent; whether it is time for that."""
         with self._changed:
             if parcel.epoch != self._epoch:
-                return self._drop(parcel)  # the next epoch's command came meanwhile
-            if parcel.kind is Batches:
-                self._window.produce(protocol.weight(parcel.sizes))
+                self._drop(parcel)  # the next epoch's command came meanwhile
+                return False
             self._parcels.append(parcel)
-            io_waits, self._io_waits = self._io_waits, False
-        if io_waits:
+            if parcel.kind is not Batches:
+                return True
+            nbytes = protocol.weight(parcel.sizes)
+            self._window.produce(nbytes)
+            self._gathered += nbytes
+            return not self._is_quick(time.monotonic()) or self._gathered >= GATHER_BYTES or not self._window.is_open
+
+    def _is_quick(self, now: float) -> bool:
+        """Whether the next batch may be expected at once."""
+        quick = now - self._put_at < GATHER_S
+        self._put_at = now
+        if quick and not self.gathers:
+            self.gathers = True
             self._waker.wake()
+        return quick
+
+    # For both.
+
+    def collect(self) -> list[Parcel]:
+        """Everything that waits to be sent."""
+        with self._changed:
+            parcels, self._parcels = self._parcels, []
+            self._gathered = 0
+            if not parcels and time.monotonic() - self._put_at > SETTLED_S:
+                self.gathers = False
+        return parcels
 
     # For the I/O thread.
 
@@ -175,6 +206,7 @@ class Mailbox:
                     for parcel in self._parcels:
                         self._drop(parcel)
                     self._parcels.clear()
+                    self._gathered = 0
                     self._window.begin(message.skip, message.credit)
                     self._take_credit()  # it comes by another way, and may have overtaken this
                     self._commands.append((message, payload))
@@ -187,13 +219,6 @@ class Mailbox:
             self._window.credit(self._credit.consumed)
             self._awaited = Phase.WIRE if self._credit.hungry else Phase.CREDIT
 
-    def collect(self) -> list[Parcel]:
-        """Everything that waits to be sent; if it is nothing, the next parcel wakes the I/O thread."""
-        with self._changed:
-            parcels, self._parcels = self._parcels, []
-            self._io_waits = not parcels
-        return parcels
-
 
 class Runner:
     """The main thread's work: the worker's side of the state machine.
@@ -201,6 +226,7 @@ class Runner:
     Args:
         shard: what to run
         mailbox: where commands come from and parcels go
+        send: sends what waits in the mailbox
         reply: sends a control message back to the client
         start: which worker this is
         feed: from the dispatching worker, if there is one
@@ -213,6 +239,7 @@ class Runner:
         self,
         shard: graph.Shard,
         mailbox: Any,
+        send: Callable[[], object],
         reply: "Reply",
         start: StartWorker,
         feed: Feed,
@@ -225,6 +252,7 @@ class Runner:
         self.busy_since: float | None = None
         self._shard = shard
         self._mailbox = mailbox
+        self._send = send
         self._reply = reply
         self._start = start
         self._feed = feed
@@ -334,16 +362,17 @@ class Runner:
         nbytes = sum([buffer.nbytes for buffer in encoded.buffers]) if encoded.buffers else 0
         self._logbook.produced(len(encoded.header) + nbytes)
 
-    def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | segments.Lent]:
+    def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | transport.Copied | segments.Lent]:
         """User code can reach the batch's memory as soon as it goes on."""
         if not encoded.buffers:
             return ()
         if self._memory is None:
-            return [buffers.snapshot(buffer) for buffer in encoded.buffers]
+            return [transport.Copied(buffer) for buffer in encoded.buffers]
         return self._memory.place(encoded.buffers, shared=len(encoded.header) <= CHUNK_BYTES)
 
     def _put(self, parcel: Parcel) -> None:
-        self._mailbox.put(parcel)
+        if self._mailbox.put(parcel):
+            self._send()
 
     def _fail(self, error: BaseException) -> None:
         if self._limit is not None and is_out_of_memory(error):
@@ -410,9 +439,17 @@ class Outlet(Protocol):
     def abandon(self) -> None:
         """A new epoch: drop what waits."""
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which the I/O thread has to ``pump`` if nothing happens."""
+
 
 class ClientOutlet:
-    """The way to the client: a socket which has nobody to send to before the client is there, or there again."""
+    """The way to the client: a socket which has nobody to send to before the client is there, or there again.
+
+    Either thread may ``pump``. Whatever is done with the socket may take the news from the descriptor that the I/O
+    thread polls: so whoever does something reads what has come.
+    """
 
     def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer, drop: Callable[[Parcel], None]) -> None:
         self._mailbox = mailbox
@@ -421,14 +458,23 @@ class ClientOutlet:
         self._drop = drop
         self._outgoing: deque[Packed] = deque([packer.opened()])
         self._opened = False
+        self._lock = threading.Lock()
         self.raw: list[Any] = [push.raw]
 
     def pump(self) -> bool:
-        moved = self._collect()
-        for frame in self._push.receive_all():
+        with self._lock:
+            parcels = self._mailbox.collect()
+            self._outgoing.extend(self._packer.pack(parcels))
+            self._send()
+            heard = list(self._push.receive_all())
+            self._send()  # the client may be there now
+        for frame in heard:
             self._hear(frame)
-        self._send()  # the client may be there now
-        return moved or self._push.behind
+        return bool(parcels) or self._push.behind
+
+    @property
+    def patience(self) -> float:
+        return GATHER_S if self._mailbox.gathers else IDLE_S
 
     def _hear(self, frame: bytes) -> None:
         try:
@@ -436,25 +482,17 @@ class ClientOutlet:
         except msgspec.DecodeError as error:
             logger.error("! what the client sent cannot be read: %s", error)
 
-    def _collect(self) -> bool:
-        for _ in range(COLLECTIONS_PER_TURN):
-            parcels = self._mailbox.collect()
-            self._outgoing.extend(self._packer.pack(parcels))
-            self._send()
-            if not parcels:
-                return False
-        return True
-
     def _send(self) -> None:
         while self._outgoing and self._push.send(self._outgoing[0].frames):
             self._outgoing.popleft()
             self._opened = True
 
     def abandon(self) -> None:
-        first = 0 if self._opened else 1
-        while len(self._outgoing) > first:
-            for parcel in self._outgoing.pop().parcels:
-                self._drop(parcel)
+        with self._lock:
+            first = 0 if self._opened else 1
+            while len(self._outgoing) > first:
+                for parcel in self._outgoing.pop().parcels:
+                    self._drop(parcel)
 
 
 class IOThread:
@@ -505,7 +543,7 @@ class IOThread:
     def _step(self) -> None:
         moved = self._outlet.pump()
         self._credit = self._feed.step(self._credit, time.monotonic())
-        ready = self._poller.wait(0.0 if moved else self._feed.patience(IDLE_S, time.monotonic()))
+        ready = self._poller.wait(0.0 if moved else self._feed.patience(self._outlet.patience, time.monotonic()))
         self._waker.clear()
         if self._gate is not None and self._gate.raw in ready:
             self._gate.answer()
@@ -618,7 +656,7 @@ def _build(
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
-        memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes)
+        memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes, transport.Copied)
         drop = functools.partial(_take_back, memory)
         mailbox = Mailbox(window, waker, memory.board, drop, logbook)
         push = context.push(start.session, pair, host, ports)
@@ -630,7 +668,7 @@ def _build(
         inplace.lend_from(memory.lend)
     shard = graph.load(unpickle(), start.num_workers, start.worker, feed.elements)
     kind = DispatchRunner if start.is_dispatching else Runner
-    io.runner = kind(shard, mailbox, reply, start, feed, logbook, memory, limit)
+    io.runner = kind(shard, mailbox, outlet.pump, reply, start, feed, logbook, memory, limit)
     offer = None if memory is None else memory.offer
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))
     return io.runner
