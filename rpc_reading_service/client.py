@@ -1,12 +1,13 @@
 """The training process's end of a session; knows nothing of torchdata.
 
-Two threads. The I/O thread owns every socket: it feeds what arrives to ``session`` and ``merge`` and carries out the
-actions that come out. The thread of the training loop takes batches from ``merge`` and decodes them. Both pure objects
-are guarded by one lock; what they decide under it is carried out outside it.
+Two threads. The I/O thread owns the control sockets: it feeds what arrives to ``session`` and carries out the actions
+that come out. The thread of the training loop takes batches from ``merge`` and decodes them. Both pure objects are
+guarded by one lock; what they decide under it is carried out outside it. The data socket is read by whoever has time
+for it, into recycled memory, and then ``merge.add``: see ``intake``, whose lock is taken before this one.
 
     training loop    next() -> merge.next -> codec.decode -> the user's batch
-                       |  waits on the condition; credit: a note to session, and a wake
-    I/O thread       poll -> receive into recycled memory -> merge.add -> notify; session.receive; session.tick
+                       |  waits in intake.wait, and gives credit; if another thread waits there, on the condition
+    I/O thread       poll -> intake.read, while nobody waits there; session.receive; session.tick; what is to be done
 """
 
 import logging
@@ -44,6 +45,7 @@ from rpc_reading_service.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from rpc_reading_service.intake import TURN_S, Intake
 from rpc_reading_service.links import LinkState
 from rpc_reading_service.merge import Entry, Item, Merge, Signal
 from rpc_reading_service.messages import (
@@ -60,10 +62,10 @@ from rpc_reading_service.messages import (
 )
 from rpc_reading_service.progress import Progress, Stage
 from rpc_reading_service.resolver import Resolver
-from rpc_reading_service.security import CurveKeys, Pair
+from rpc_reading_service.security import CurveKeys
 from rpc_reading_service.session import ClientSession, SessionOptions
 from rpc_reading_service.statistics import Place, Recorder, Statistics
-from rpc_reading_service.stream import Arrival, StreamReader
+from rpc_reading_service.stream import Arrival
 from rpc_reading_service.transport import Deadline
 
 logger = logging.getLogger(__name__)
@@ -90,8 +92,6 @@ FINALIZED = "the reading service has been finalized: create a new DataLoader2"
 
 TICK_S = 0.5
 LEAST_TICK_S = 0.02
-MESSAGES_PER_TURN = 256
-"""Data messages received before control messages get their turn."""
 
 
 class Client:
@@ -119,6 +119,7 @@ class Client:
         self._in_order = in_order
         self._pid = os.getpid()
         self._changed = threading.Condition()
+        self._waiter: int | None = None  # the thread that is in intake.wait
         self._session = ClientSession(addresses, options, self._progress)
         self._merge = Merge(0, in_order)
         self._recorder = Recorder(lambda: self._merge.consumed)
@@ -207,7 +208,7 @@ class Client:
             self._session.begin_shards(now)
             self._last_arrival = now
             self._heard = dict.fromkeys(range(self._merge.num_workers), now)
-            self._changed.notify_all()
+            self.notify()
         self._waker.wake()
 
     @property
@@ -238,7 +239,7 @@ class Client:
             due = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
             told = due and self._give_credit(worker)
         if told:
-            self._waker.wake()
+            self._send_credit()
         if isinstance(entry, Entry):
             return codec.decode(entry.header, entry.buffers)
         raise codec.decode_error(entry.payload, self._where(worker))
@@ -271,17 +272,16 @@ class Client:
         self._report_consumption()
 
         def arrived() -> bool:
-            if self._session.epoch != epoch or self.abandoned():
+            self._found = self._merge.next() if self._session.epoch == epoch else Signal.EXHAUSTED
+            if self._found is Signal.PENDING and self.abandoned():
                 self._found = Signal.EXHAUSTED
-                return True
-            self._found = self._merge.next()
             if self._found is Signal.PENDING:
                 self._ask_the_silent()
             return self._found is not Signal.PENDING
 
         self._recorder.wait(self._merge.awaited, time.monotonic())
         try:
-            self._wait(arrived, None, self._waiting_for_batch)
+            self._wait(arrived, None, self._waiting_for_batch, self._wait_for_data)
         finally:
             self._recorder.go_on(time.monotonic())
         return self._found
@@ -303,8 +303,8 @@ class Client:
         """Whoever is waited for must have room."""
         consumed = self._merge.consumed
         full = [w for w in self._merge.awaited if not self._meters[w].leaves_room(consumed[w] - self._reported[w])]
-        if sum([self._give_credit(worker) for worker in full]):
-            self._waker.wake()
+        for worker in full:
+            self._give_credit(worker)  # which leaves as soon as this thread waits
 
     def _give_credit(self, worker: int) -> bool:
         """Let the worker know what was consumed; whether that takes a message."""
@@ -315,6 +315,14 @@ class Client:
         # What is in memory that both share is never under way.
         self._session.credit(worker, consumed, hungry=attachment is None and not self._merge.has_waiting(worker))
         return True
+
+    def _send_credit(self) -> None:
+        """In the turn of this thread, without the lock, or else by the I/O thread."""
+        if not self._io.intake.is_taken:
+            return self._waker.wake()
+        with self._changed:
+            credits = self._session.take_credits()
+        self._io.intake.send(credits)
 
     def pause(self, pause_fn: bytes) -> None:
         """Every worker stops producing, once it has finished the batch it is at; whoever feeds them comes last."""
@@ -368,8 +376,19 @@ class Client:
 
     # Waiting: every wait has a deadline and a name.
 
-    def _wait(self, done: Callable[[], bool], deadline: Deadline | None, name: Callable[[], str]) -> None:
-        """Wait, with the lock held, until ``done()``; without a deadline, until nothing has arrived for ``timeout``."""
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        deadline: Deadline | None,
+        name: Callable[[], str],
+        rest: Callable[[float], object] | None = None,
+    ) -> None:
+        """Wait, with the lock held, until ``done()``; without a deadline, until nothing has arrived for ``timeout``.
+
+        Args:
+            rest: waits for so many seconds, or until anything has changed
+        """
+        rest = rest or self._changed.wait
         started = time.monotonic()
         self._last_arrival = max(self._last_arrival, started)
         warn_at = started + self._warn_after
@@ -381,7 +400,32 @@ class Client:
                 logger.warning("%s, for %.0f s now", self._with_stacks(name), now - started)
             if self._out_of_time(deadline, now):
                 self._give_up(name)
-            self._changed.wait(min(POLL_S, warn_at - now))
+            rest(min(POLL_S, warn_at - now))
+
+    def _wait_for_data(self, seconds: float) -> None:
+        """With the lock held, which is released meanwhile: one thread reads the data socket, others just wait."""
+        if self._waiter is not None:
+            self._waker.wake()  # there may be credit to be sent
+            self._changed.wait(seconds)
+            return
+        self._waiter = threading.get_ident()
+        credits = self._session.take_credits()
+        self._changed.release()
+        try:
+            self._io.intake.send(credits)
+            self._io.intake.wait(seconds)
+        finally:
+            self._changed.acquire()
+            self._waiter = None
+            self._changed.notify()  # another may read now
+            if self._session.has_actions:
+                self._waker.wake()
+
+    def notify(self) -> None:
+        """With the lock held: something has changed that others may wait for."""
+        self._changed.notify_all()
+        if self._waiter is not None and self._waiter != threading.get_ident():
+            self._io.intake.wake()
 
     def _give_up(self, name: Callable[[], str]) -> None:
         if (loss := self._session.why_nothing_comes(time.monotonic())) is not None:
@@ -457,7 +501,7 @@ class Client:
             self._closed = True
             if not self._io.is_current:
                 self.close_session()
-            self._changed.notify_all()
+            self.notify()
         self._waker.wake()
         self._io.join(CLOSE_S + 1.0)
 
@@ -494,7 +538,7 @@ class Client:
         if self._error is None and not self._closed:
             logger.debug("! %s", error)
             self._error = error
-        self._changed.notify_all()
+        self.notify()
 
     @property
     def connect_timeout(self) -> float:
@@ -508,7 +552,7 @@ class Client:
         """A worker is there."""
         self._heard[worker] = time.monotonic()
         self._overdue.pop(worker, None)
-        self._changed.notify_all()
+        self.notify()
 
     def add(self, worker: int, entries: Sequence[Entry]) -> None:
         """Batches came from a worker."""
@@ -523,7 +567,7 @@ class Client:
     def stack(self, stack: Stack) -> None:
         """A worker said what it is doing, and how far it is."""
         self._stacks[stack.worker] = stack
-        self._changed.notify_all()
+        self.notify()
         if self._session.is_running(stack.worker, stack.attempt, stack.epoch):
             self._compare(stack)
 
@@ -557,7 +601,9 @@ class Client:
 
 
 class _IOThread:
-    """Owns the sockets of a client, from ``start`` until the session is closed."""
+    """Owns the sockets of a client, from ``start`` until the session is closed; ``intake`` once that has begun."""
+
+    intake: Intake
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -565,7 +611,7 @@ class _IOThread:
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}
-        self._connections: dict[tuple[int, int], transport.DataConnection] = {}
+        self._watches_data = False
         self._tick_at = self._look_at = 0.0
         self._beginning = threading.RLock()  # the garbage collector may close the client in any place
         self._has_begun = self._is_over = False
@@ -599,10 +645,8 @@ class _IOThread:
             return
         try:
             options = self._client.session.options
-            self._pull = self._context.pull(options.session, Pair.from_raw(options.secret) if options.secret else None)
-            pool = buffers.Pool(keep=options.prefetch_bytes)
-            self._reader = StreamReader(self._pull, self._accepts, pool.allocate)
-            self._poller.watch(self._pull.raw)
+            allocate = buffers.Pool(keep=options.prefetch_bytes).allocate
+            self.intake = Intake(self._context, options.session, options.secret, self._accepts, self._take_in, allocate)
             self._poller.watch(self._client.waker.raw)
             for address in self._client.session.links:
                 self._connect(address)
@@ -618,6 +662,8 @@ class _IOThread:
 
     def _close(self) -> None:
         """The sockets, and then what wakes the thread that polls them; that may have been the one to ask for it."""
+        if hasattr(self, "intake"):
+            self.intake.close()
         self._context.close()
         self._client.waker.close()
 
@@ -646,13 +692,22 @@ class _IOThread:
             logger.info("%s", line)
         for action in actions:
             self._act(action)
-        ready = self._poller.wait(TICK_S)
+        ready = self._poller.wait(self._read())
         self._client.waker.clear()
-        if self._pull.raw in ready:
-            self._receive_data()
         for dealer in list(self._dealers.values()):
             if dealer.raw in ready or dealer.raw_monitor in ready:
                 self._receive_control(dealer)
+
+    def _read(self) -> float:
+        """Read the data socket, if it is this thread's turn; returns how long nothing is to be done, in seconds."""
+        mine = not self.intake.is_taken
+        if mine != self._watches_data:
+            self._watches_data = mine
+            (self._poller.watch if mine else self._poller.forget)(self.intake.raw)
+        if not mine:
+            return TURN_S
+        self.intake.read()
+        return 0.0 if self.intake.behind or self._client.session.has_actions else TICK_S
 
     # Actions.
 
@@ -668,9 +723,7 @@ class _IOThread:
             case ConnectData():
                 self._connect_data(action)
             case SendData():
-                connection = self._connections.get((action.worker, action.attempt))
-                if connection is not None:
-                    self._pull.send(connection, messages.encode(action.message))
+                self.intake.send([action])
             case DisconnectData():
                 self._disconnect(action.worker, action.attempt)
             case Reconnect():
@@ -687,28 +740,21 @@ class _IOThread:
                     self._conclude(action)
 
     def _connect_data(self, action: ConnectData) -> None:
-        if not self._share_memory(action):
-            with self._client.lock:
-                return self._client.fail(ConnectError(no_shared_memory(action)))
-        try:
-            connection = self._pull.connect(action.address, action.port)
-        except AddressError as error:  # its name does not resolve any more
-            with self._client.lock:
-                self._client.session.break_off(action.worker, action.attempt, str(error), time.monotonic())
-        else:
-            self._connections[action.worker, action.attempt] = connection
-
-    def _share_memory(self, action: ConnectData) -> bool:
-        """False if that is insisted upon and cannot be had."""
         wanted = self._client.session.options.transport
         offer = None if wanted == "tcp" else action.offer
         attachment = segments.attach(action.pid, offer) if offer is not None else None
         if attachment is not None:
-            self._reader.attach(action.worker, action.attempt, attachment)
             with self._client.lock:
                 self._client.attachments[action.worker] = attachment
+        elif wanted == "shm":
+            with self._client.lock:
+                return self._client.fail(ConnectError(no_shared_memory(action)))
         logger.debug("= worker %d sends by %s", action.worker, "shared memory" if attachment else "TCP")
-        return attachment is not None or wanted != "shm"
+        try:
+            self.intake.connect(action, attachment)
+        except AddressError as error:  # its name does not resolve any more
+            with self._client.lock:
+                self._client.session.break_off(action.worker, action.attempt, str(error), time.monotonic())
 
     def _conclude(self, action: Action) -> None:
         match action:
@@ -756,13 +802,9 @@ class _IOThread:
         dealer.close()
 
     def _disconnect(self, worker: int, attempt: int) -> None:
-        connection = self._connections.pop((worker, attempt), None)
-        self._reader.forget(worker)
-        self._reader.detach(worker, attempt)
+        self.intake.disconnect(worker, attempt)
         with self._client.lock:
             self._client.attachments.pop(worker, None)
-        if connection is not None:
-            self._pull.disconnect(connection)
 
     # Control messages.
 
@@ -784,7 +826,7 @@ class _IOThread:
                     self._client.reported(message)
                 if self._client.session.num_shards:
                     self._client.workers_known(self._client.session.num_shards)
-                self._client.lock.notify_all()
+                self._client.notify()
         dropped, failure = dealer.events()
         trouble = self._keys_trouble_of(dealer, failure) if failure is not None else None
         with self._client.lock:
@@ -810,10 +852,9 @@ class _IOThread:
                 return False
             return isinstance(header, Opened) or self._client.merge.accepts(header)
 
-    def _receive_data(self) -> None:
-        for arrival in self._reader.read(MESSAGES_PER_TURN):
-            with self._client.lock:
-                self._arrive(arrival)
+    def _take_in(self, arrival: Arrival) -> None:
+        with self._client.lock:
+            self._arrive(arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
         header, now = arrival.header, time.monotonic()

@@ -217,15 +217,26 @@ class ClientSession:
         self._ticked = 0.0
         self._asked_names = 0.0
         self._actions: list[Action] = []
+        self._credits: list[SendData] = []
 
     def __repr__(self) -> str:
         states = ", ".join(f"{worker.worker}: {worker.state.value}" for worker in self.workers)
         return f"<ClientSession {self.options.session[:8]} epoch={self.epoch} workers=[{states}]>"
 
     def take_actions(self) -> list[Action]:
-        """What the driver has to do now, in order."""
+        """What the driver has to do now, in order; credit, which depends on nothing else, comes last."""
         actions, self._actions = self._actions, []
-        return actions
+        return [*actions, *self.take_credits()]
+
+    def take_credits(self) -> list[SendData]:
+        """The credit that is to be given now."""
+        credits, self._credits = self._credits, []
+        return credits
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether the driver has anything to do, but for credit."""
+        return bool(self._actions)
 
     @property
     def num_shards(self) -> int:
@@ -605,7 +616,7 @@ class ClientSession:
         worker = self.workers[worker_id]
         if worker.state in (_S.RUNNING, _S.PAUSED) and worker_id in self._unfinished:
             message = Credit(self.options.session, worker_id, worker.attempt, self.epoch, consumed, hungry)
-            self._actions.append(SendData(worker_id, worker.attempt, message))
+            self._credits.append(SendData(worker_id, worker.attempt, message))
 
     # Requests to every worker: pause, resume, limit.
 

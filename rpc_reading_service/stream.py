@@ -102,7 +102,11 @@ class Packer:
         places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
         header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
         body = b"".join(parcel.header for parcel in parcels)
-        frames = [frame for parcel in parcels for buffer in parcel.travelling for frame in _pieces(buffer)]
+        frames = [
+            buffer.frames[0] if isinstance(buffer, Copied) else buffer
+            for parcel in parcels
+            for buffer in parcel.travelling
+        ]
         return Packed([messages.encode(header), body, *frames], parcels)
 
     def _large(self, parcel: Parcel) -> Iterator[Packed]:
@@ -114,9 +118,9 @@ class Packer:
 
 
 def _pieces(data: memoryview | Copied) -> Sequence[Piece]:
-    """Each of ``CHUNK_BYTES``, but for the last."""
+    """Each of ``CHUNK_BYTES``, but for the last; none of nothing."""
     if isinstance(data, Copied):
-        return data.frames
+        return data.frames if data.nbytes else []
     return [data[offset : offset + CHUNK_BYTES] for offset in range(0, data.nbytes, CHUNK_BYTES)]
 
 
@@ -175,11 +179,11 @@ class StreamReader:
     def read(self, at_most: int) -> Iterator[Arrival]:
         """What has arrived and is wanted."""
         for _ in range(at_most):
+            self._receiver.skip()  # what the last message had too many, or Ctrl-C left of it
             frame = self._receiver.receive()
             if frame is None:
                 return
             arrival = self._take_in(frame)
-            self._receiver.skip()
             if arrival is not None:
                 yield arrival
 

@@ -657,6 +657,16 @@ def _connection(frame: zmq.Frame) -> int:
         return -1  # bytes that look like ZMTP/1.0: from no client of ours
 
 
+_POLLIN = int(zmq.POLLIN)
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+"""For each message: as attributes of a socket they take pyzmq 3 us, and to find in vain that nothing came, 5."""
+
+
+def _has_news(socket_: "zmq.Socket[bytes]") -> bool:
+    """Whether something can be received."""
+    return bool(int(socket_.get(_EVENTS)) & _POLLIN)
+
+
 class _Reading:
     """A socket that data messages are read from, frame by frame."""
 
@@ -666,17 +676,19 @@ class _Reading:
     def raw(self) -> Any:
         return self._socket
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a message has arrived."""
+        return _has_news(self._socket)
+
     def receive(self) -> bytes | None:
         """The first frame of the next message; None if nothing has arrived."""
-        try:
-            return self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        return self._socket.recv(zmq.NOBLOCK) if _has_news(self._socket) else None
 
     @property
     def more(self) -> bool:
         """Whether the current message has a further frame."""
-        return bool(self._socket.rcvmore)
+        return bool(self._socket.get(_RCVMORE))
 
     def receive_frame(self) -> bytes:
         """A further frame of the current message."""
@@ -688,7 +700,7 @@ class _Reading:
 
     def skip(self) -> None:
         """Drop what is left of the current message."""
-        while self._socket.rcvmore:
+        while self._socket.get(_RCVMORE):
             self._socket.recv_into(bytearray())
 
     def close(self) -> None:
@@ -725,6 +737,11 @@ class Pull(_Reading):
         self._socket.tcp_maxrt = UNACKNOWLEDGED_MS
         self._socket.routing_id = _secret_name(session, "client")
         self._connected = itertools.count(1)
+
+    @property
+    def raw(self) -> int:
+        """A descriptor, readable when something may have happened; see ``Push.raw``."""
+        return int(self._socket.fd)
 
     def connect(self, address: str, port: int) -> DataConnection:
         """To a worker's data port on its daemon's host."""
@@ -831,7 +848,9 @@ class Copied:
 
     def __init__(self, data: memoryview) -> None:
         self.nbytes = data.nbytes
-        self.frames = [zmq.Frame(data[at : at + CHUNK_BYTES], copy=True) for at in range(0, self.nbytes, CHUNK_BYTES)]
+        starts = range(0, self.nbytes, CHUNK_BYTES) or [0]
+        self.frames = [zmq.Frame(data[start : start + CHUNK_BYTES], copy=True) for start in starts]
+        """Each of ``CHUNK_BYTES``, but for the last."""
 
 
 def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Piece]) -> bool:
@@ -844,16 +863,6 @@ def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Piece]) -> bool:
             raise
         return False  # nobody of that name is connected
     return True
-
-
-_POLLIN = int(zmq.POLLIN)
-_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
-"""For each message: as attributes of a socket they take pyzmq 3 us, and to find in vain that nothing came, 5."""
-
-
-def _has_news(socket_: "zmq.Socket[bytes]") -> bool:
-    """Whether something can be received."""
-    return bool(int(socket_.get(_EVENTS)) & _POLLIN)
 
 
 class Push:

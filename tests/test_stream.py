@@ -26,6 +26,7 @@ from rpc_reading_service.messages import (
     encode,
 )
 from rpc_reading_service.stream import BATCHES_PER_MESSAGE, Arrival, Packer, Parcel, StreamReader
+from rpc_reading_service.transport import Copied
 
 SESSION = "0" * 32
 WORKER, ATTEMPT, EPOCH = 3, 1, 7
@@ -83,8 +84,12 @@ def the_error(*messages: Sequence[Any]) -> str:
     return str(last.error)
 
 
-def batch(seq: int, header: bytes, *buffers: bytes, epoch: int = EPOCH) -> Parcel:
-    return Parcel(epoch, seq, Batches, header, [memoryview(buffer) for buffer in buffers])
+def batch(seq: int, header: bytes, *buffers: bytes, epoch: int = EPOCH, kind: Any = memoryview) -> Parcel:
+    return Parcel(epoch, seq, Batches, header, [kind(buffer) for buffer in buffers])
+
+
+def copied(data: bytes) -> Copied:
+    return Copied(memoryview(data))
 
 
 def packed(*parcels: Parcel, worker: int = WORKER) -> list[list[Any]]:
@@ -93,10 +98,6 @@ def packed(*parcels: Parcel, worker: int = WORKER) -> list[list[Any]]:
 
 def content(entry: Entry) -> tuple[bytes, list[bytes]]:
     return bytes(entry.header), [bytes(buffer) for buffer in entry.buffers]
-
-
-def contents(parcels: Iterable[Parcel]) -> list[tuple[bytes, list[bytes]]]:
-    return [(parcel.header, [bytes(buffer) for buffer in parcel.buffers]) for parcel in parcels]
 
 
 def headers(messages: Iterable[Sequence[Any]]) -> list[Any]:
@@ -127,19 +128,20 @@ sizes = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3)), max_size=6))
-@settings(max_examples=40, deadline=None)
-def test_whatever_is_packed_comes_out_equal(shapes: list[tuple[int, list[int]]]) -> None:
-    parcels = [
-        batch(seq, bytes([65 + seq]) * size, *(bytes([97 + seq + part]) * n for part, n in enumerate(more)))
+@given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3)), max_size=6), st.sampled_from([memoryview, copied]))
+@settings(max_examples=80, deadline=None)
+def test_whatever_is_packed_comes_out_equal(shapes: list[tuple[int, list[int]]], kind: Any) -> None:
+    contents = [
+        (bytes([65 + seq]) * size, [bytes([97 + seq + part]) * n for part, n in enumerate(more)])
         for seq, (size, more) in enumerate(shapes)
     ]
+    parcels = [batch(seq, header, *more, kind=kind) for seq, (header, more) in enumerate(contents)]
     messages = packed(*parcels)
     assert all(len(frame) <= CHUNK_BYTES for message in messages for frame in message[1:])
     arrived = arrivals(*messages)
     assert [arrival.error for arrival in arrived] == [None] * len(messages)
     entries = [entry for arrival in arrived for entry in arrival.entries]
-    assert [content(entry) for entry in entries] == contents(parcels)
+    assert [content(entry) for entry in entries] == contents
     assert [entry.nbytes for entry in entries] == [protocol.weight(parcel.sizes) for parcel in parcels]
 
 

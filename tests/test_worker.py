@@ -7,16 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from rpc_reading_service import messages, protocol, transport
+from rpc_reading_service import worker as worker_module
 from rpc_reading_service.buffers import Logbook
-from rpc_reading_service.messages import Batches, Credit, StartEpoch
+from rpc_reading_service.messages import Batches, Credit, EndOfShard, StartEpoch
 from rpc_reading_service.protocol import Window
 from rpc_reading_service.segments import Segments
-from rpc_reading_service.stream import Parcel
+from rpc_reading_service.stream import Packer, Parcel
 from rpc_reading_service.transport import Waker
-from rpc_reading_service.worker import Mailbox
+from rpc_reading_service.worker import ClientOutlet, Mailbox
 
 SESSION = "0" * 32
 LARGE = bytes(1 << 20)
+MANY = 1 << 20
 
 
 @pytest.fixture
@@ -27,6 +30,16 @@ def mailbox() -> Iterator[Mailbox]:
     yield Mailbox(Window(2, 1 << 30), waker, Segments(0).board, lambda parcel: None, logbook)
     waker.close()
     logbook.close()
+
+
+@pytest.fixture
+def quick(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> Mailbox:
+    """Of a worker with much room, whose graph is always quick, and has yielded a first batch."""
+    monkeypatch.setattr(worker_module, "GATHER_S", 60.0)
+    mailbox._window = Window(MANY, 1 << 40)
+    begin(mailbox, 1)
+    mailbox._put_at = time.monotonic()
+    return mailbox
 
 
 def begin(mailbox: Mailbox, epoch: int, skip: int = 0, consumed: int = 0) -> None:
@@ -70,3 +83,74 @@ def test_whoever_waits_for_room_goes_on_when_credit_comes(mailbox: Mailbox) -> N
     mailbox.command(Credit(SESSION, 0, 0, 1, 1, False), None)
     taken.join(10.0)
     assert not taken.is_alive()
+
+
+def small(seq: int, epoch: int = 1) -> Parcel:
+    return Parcel(epoch, seq, Batches, b"x")
+
+
+def test_batches_of_a_slow_graph_leave_at_once(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "GATHER_S", 0.0)
+    begin(mailbox, 1)
+    assert all(mailbox.put(small(seq)) for seq in range(10))
+    assert not mailbox.gathers
+
+
+def test_batches_of_a_quick_graph_gather_up_to_a_message(quick: Mailbox) -> None:
+    due = [quick.put(small(seq)) for seq in range(MANY // protocol.weight([1]) + 1)]
+    assert due.index(True) == len(due) - 1
+    assert len(quick.collect()) == len(due)
+    assert not quick.put(small(len(due))), "it begins anew"
+
+
+def test_a_batch_that_closes_the_window_leaves_with_those_that_wait(quick: Mailbox) -> None:
+    quick._window = Window(3, 3 * protocol.weight([1]))
+    assert [quick.put(small(seq)) for seq in range(3)] == [False, False, True]
+
+
+def test_the_end_of_a_shard_does_not_wait(quick: Mailbox) -> None:
+    assert not quick.put(small(0))
+    assert quick.put(Parcel(1, 1, EndOfShard))
+
+
+def test_the_other_thread_is_told_to_look_after_what_is_gathered_until_nothing_more_comes(
+    quick: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not quick.put(small(0))
+    assert quick.gathers
+    assert quick._waker.clear() == b"\0", "once, as it looks by itself from then on"
+    quick.put(small(1))
+    assert quick._waker.clear() == b""
+    assert len(quick.collect()) == 2
+    assert quick.gathers, "the graph may be in the middle of the next batch"
+    monkeypatch.setattr(worker_module, "SETTLED_S", 0.0)
+    quick.collect()
+    assert not quick.gathers
+
+
+def test_a_new_epoch_drops_what_is_gathered(quick: Mailbox) -> None:
+    dropped: list[Parcel] = []
+    quick._drop = dropped.append
+    assert not quick.put(small(0))
+    begin(quick, 2)
+    assert [parcel.seq for parcel in dropped] == [0]
+    assert not quick.put(small(1)), "which belongs to the former epoch, too"
+    assert len(dropped) == 2
+    assert quick.collect() == []
+
+
+def test_whoever_sends_hears_what_has_come(quick: Mailbox) -> None:
+    """The other thread may not be told of it: sending takes the news from the descriptor that it polls."""
+    context = transport.Context()
+    push, pull = context.push(SESSION, None, "127.0.0.1", [0]), context.pull(SESSION)
+    outlet = ClientOutlet(quick, push, Packer(SESSION, 0, 0), lambda parcel: None)
+    connection = pull.connect("127.0.0.1:1", push.port)
+    quick.put(small(0))
+    deadline = transport.Deadline(10.0)
+    while quick._window.consumed == 0:
+        outlet.pump()
+        pull.send(connection, messages.encode(Credit(SESSION, 0, 0, 1, 1, False)))
+        assert not deadline.expired
+    push.close()
+    pull.close()
+    context.close()

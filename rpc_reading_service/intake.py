@@ -1,0 +1,152 @@
+"""The client's data socket, and whose turn it is to read it.
+
+A thread that waits for a batch reads by itself: to be woken by another for each message would take longer than to take
+the message in. As soon as it has what it needs, and trains, the I/O thread reads, so that large batches are taken in
+meanwhile.
+
+    the training loop waits      it polls the socket and ``bell``, and takes in what comes; the I/O thread looks away
+    it has gone for ``TURN_S``   the I/O thread polls the socket
+
+Whatever is done with the socket may take the news from the descriptor that is polled. So whoever polls it has read
+before, and whoever does anything else with it in the other's turn wakes him.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rpc_reading_service import buffers, messages, segments, transport
+from rpc_reading_service.actions import ConnectData, SendData
+from rpc_reading_service.security import Pair
+from rpc_reading_service.stream import Arrival, StreamReader
+
+TURN_S = 0.02
+"""A thread that waited here and has gone for so long does something else."""
+
+MESSAGES_PER_TURN = 256
+"""Data messages received before anything else gets its turn."""
+
+
+class Intake:
+    """Every worker's stream comes in here, and what it is told goes out. Safe from any thread.
+
+    Args:
+        context: where the socket is opened
+        session, secret: whose; the secret is empty without keys
+        accepts: whether a message with this header is wanted
+        arrive: told of each message that has been taken in
+        allocate: gives the memory for a buffer
+    """
+
+    def __init__(
+        self,
+        context: transport.Context,
+        session: str,
+        secret: bytes,
+        accepts: Callable[[Any], bool],
+        arrive: Callable[[Arrival], None],
+        allocate: Callable[[int], memoryview] = buffers.allocate,
+    ) -> None:
+        self._pull = context.pull(session, Pair.from_raw(secret) if secret else None)
+        self._reader = StreamReader(self._pull, accepts, allocate)
+        self._arrive = arrive
+        self._connections: dict[tuple[int, int], transport.DataConnection] = {}
+        self._lock = threading.Lock()
+        self._waits = threading.Lock()
+        self._bell = transport.Waker()
+        self._poller = transport.Poller()
+        self._poller.watch(self._pull.raw)
+        self._poller.watch(self._bell.raw)
+        self._turn_ends = -math.inf
+        self._closed = False
+        self.behind = False
+        """Whether ``read`` has left something."""
+
+    @property
+    def raw(self) -> int:
+        """What the I/O thread polls in its turn."""
+        return self._pull.raw
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is the turn of a thread that waits, or has waited just now."""
+        return time.monotonic() < self._turn_ends
+
+    def read(self) -> bool:
+        """Take in what has arrived; whether there was anything that is wanted."""
+        taken = False
+        with self._lock:
+            self.behind = False
+            if not self._closed:
+                for arrival in self._reader.read(MESSAGES_PER_TURN):
+                    taken = True
+                    self._arrive(arrival)
+                self.behind = self._pull.has_news
+        return taken
+
+    def wait(self, seconds: float) -> None:
+        """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
+        with self._waits:
+            self._turn_ends = math.inf
+            try:
+                if not self.read() and not self.behind and not self._closed:
+                    self._poller.wait(seconds)
+                    self._bell.clear()
+                    self.read()
+            finally:
+                self._turn_ends = time.monotonic() + TURN_S
+
+    def wake(self) -> None:
+        """End ``wait``."""
+        self._bell.wake()
+
+    # What goes out.
+
+    def connect(self, action: ConnectData, attachment: segments.Attachment | None) -> None:
+        """To a worker, some of whose buffers may lie in the attached shared memory.
+
+        Raises:
+            AddressError: its host's name does not resolve any more.
+        """
+        with self._lock:
+            if attachment is not None:
+                self._reader.attach(action.worker, action.attempt, attachment)
+            connection = self._pull.connect(action.address, action.port)
+            self._connections[action.worker, action.attempt] = connection
+        self._touched()
+
+    def send(self, actions: Sequence[SendData]) -> None:
+        """To one worker each; nothing is sent to those that are gone."""
+        if not actions:
+            return
+        with self._lock:
+            for action in actions:
+                connection = self._connections.get((action.worker, action.attempt))
+                if connection is not None and not self._closed:
+                    self._pull.send(connection, messages.encode(action.message))
+        self._touched()
+
+    def disconnect(self, worker: int, attempt: int) -> None:
+        """The worker is gone; whatever is still looked at stays mapped."""
+        with self._lock:
+            connection = self._connections.pop((worker, attempt), None)
+            self._reader.forget(worker)
+            self._reader.detach(worker, attempt)
+            if connection is not None:
+                self._pull.disconnect(connection)
+        self._touched()
+
+    def _touched(self) -> None:
+        """Who polls has read before, and reads now: a thread that waits may be polling already."""
+        if self._turn_ends == math.inf:
+            self.wake()
+
+    def close(self) -> None:
+        """Before its context is: nobody polls the socket any more then."""
+        with self._lock:
+            self._closed = True
+        self.wake()
+        with self._waits:
+            self._bell.close()

@@ -1,0 +1,179 @@
+"""A client's data socket: whoever waits for a batch reads it, and the other thread only if nobody does."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rpc_reading_service import intake as intake_module
+from rpc_reading_service import messages, transport
+from rpc_reading_service.actions import ConnectData, SendData
+from rpc_reading_service.intake import Intake
+from rpc_reading_service.messages import Batches, Credit
+from rpc_reading_service.stream import Arrival
+
+SESSION = "0123456789abcdef" * 2
+LONG_S = 30.0
+"""Longer than any wait here that ends as it should."""
+
+
+class Ends:
+    """Both ends of a data channel, in one process."""
+
+    def __init__(self) -> None:
+        self.context = transport.Context()
+        self.push = self.context.push(SESSION, None, "127.0.0.1", [0])
+        self.arrived: list[tuple[str, int]] = []
+        self.happens: Callable[[], None] = lambda: None
+        self.intake = Intake(self.context, SESSION, b"", lambda header: True, self._note)
+        self.intake.connect(ConnectData(0, 0, "127.0.0.1:1", self.push.port, 0, None), None)
+        self._seq = 0
+        while not self.push.send([b"no message of ours"]):  # the first tells that the connection is there
+            self.intake.wait(0.01)
+            list(self.push.receive_all())
+        self.until(lambda: self.arrived != [])
+        self.arrived.clear()
+
+    def _note(self, arrival: Arrival) -> None:
+        seq = -1 if arrival.header is None else arrival.header.seq
+        self.arrived.append((threading.current_thread().name, seq))
+        self.happens()
+
+    def send_batch(self) -> None:
+        header = Batches(SESSION, 0, 0, 1, self._seq, [[1]], {})
+        self._seq += 1
+        assert self.push.send([messages.encode(header), b"x"])
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = transport.Deadline(LONG_S)
+        while not done():
+            assert not deadline.expired
+            self.intake.wait(0.1)
+
+    def close(self) -> None:
+        self.intake.close()
+        self.push.close()
+        self.context.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def credit(consumed: int) -> SendData:
+    return SendData(0, 0, Credit(SESSION, 0, 0, 1, consumed, False))
+
+
+def in_a_thread(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, name="another")
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(LONG_S / 2)
+    return not thread.is_alive()
+
+
+def test_whoever_waits_takes_in_what_comes(ends: Ends) -> None:
+    waiting = in_a_thread(lambda: ends.intake.wait(LONG_S))
+    ends.send_batch()
+    assert ended(waiting)
+    assert ends.arrived == [("another", 0)]
+
+
+def test_it_stays_the_turn_of_whoever_waited_for_a_short_while(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "TURN_S", LONG_S)
+    ends.intake.wait(0.0)
+    assert ends.intake.is_taken
+    monkeypatch.setattr(intake_module, "TURN_S", 0.0)
+    ends.intake.wait(0.0)
+    assert not ends.intake.is_taken
+
+
+def test_a_wait_can_be_ended(ends: Ends) -> None:
+    waiting = in_a_thread(lambda: ends.intake.wait(LONG_S))
+    ends.intake.wake()
+    assert ended(waiting)
+    assert ends.arrived == []
+
+
+def test_what_comes_while_another_thread_sends_is_not_missed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending takes the news that something has come from the descriptor that the first thread polls."""
+    poll, has_read, may_poll = ends.intake._poller.wait, threading.Event(), threading.Event()
+
+    def late(seconds: float) -> set[Any]:
+        has_read.set()
+        may_poll.wait()
+        return poll(seconds)
+
+    monkeypatch.setattr(ends.intake._poller, "wait", late)
+    waiting = in_a_thread(lambda: ends.intake.wait(LONG_S))
+    has_read.wait()
+    ends.send_batch()
+    deadline = transport.Deadline(LONG_S)
+    while not ends.intake._pull.has_news:
+        assert not deadline.expired
+    ends.intake.send([credit(1)])
+    may_poll.set()
+    assert ended(waiting)
+    assert ends.arrived == [("another", 0)]
+
+
+def test_credit_arrives_at_the_worker_whoever_sends_it(ends: Ends) -> None:
+    heard: list[bytes] = []
+    threads = [in_a_thread(lambda n=n: ends.intake.send([credit(n)])) for n in range(10)]  # type: ignore[misc]
+    ends.until(lambda: heard.extend(ends.push.receive_all()) or len(heard) == 10)
+    assert all(map(ended, threads))
+    assert {messages.decode(frame, Credit).consumed for frame in heard} == set(range(10))
+
+
+def test_what_is_read_at_once_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "MESSAGES_PER_TURN", 2)
+    for _ in range(3):
+        ends.send_batch()
+    ends.until(lambda: len(ends.arrived) >= 2)
+    ends.until(lambda: len(ends.arrived) == 3)
+    assert not ends.intake.behind
+    for _ in range(3):
+        ends.send_batch()
+    deadline = transport.Deadline(LONG_S)
+    while not (ends.intake.read() and ends.intake.behind):
+        assert not deadline.expired
+        time.sleep(0.001)
+
+
+def test_nothing_is_read_sent_or_waited_for_once_it_is_closed() -> None:
+    ends = Ends()
+    ends.send_batch()
+    waiting = in_a_thread(lambda: [ends.intake.wait(LONG_S) for _ in range(2)])
+    ends.until(lambda: ends.arrived != [])
+    ends.close()
+    assert ended(waiting)
+    ends.intake.send([credit(1)])
+    assert not ends.intake.read()
+
+
+def test_ctrl_c_in_the_middle_of_a_message_costs_that_message_alone(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = transport.Pull.receive_frame, []
+
+    def interrupted(pull: Any) -> bytes:
+        calls.append(pull)
+        if len(calls) == 2:  # the first is the header
+            raise KeyboardInterrupt
+        return real(pull)
+
+    monkeypatch.setattr(transport.Pull, "receive_frame", interrupted)
+    ends.send_batch()
+    with pytest.raises(KeyboardInterrupt):
+        ends.until(lambda: ends.arrived != [])
+    ends.send_batch()
+    ends.until(lambda: ends.arrived != [])
+    assert [seq for _, seq in ends.arrived] == [1]
