@@ -880,7 +880,7 @@ class _IOThread:
         elif isinstance(header, EndOfShard):
             merge.end(header.worker)
             session.shard_ended(header.worker, now)
-        else:
+        elif arrival.entries:
             client.add(header.worker, arrival.entries)
         client.arrived(header.worker)
 

@@ -61,8 +61,6 @@ class Intake:
         self._poller.watch(self._bell.raw)
         self._turn_ends = -math.inf
         self._closed = False
-        self.behind = False
-        """Whether ``read`` has left something."""
 
     @property
     def raw(self) -> int:
@@ -78,13 +76,17 @@ class Intake:
         """Take in what has arrived; whether there was anything that is wanted."""
         taken = False
         with self._lock:
-            self.behind = False
-            if not self._closed:
-                for arrival in self._reader.read(MESSAGES_PER_TURN):
-                    taken = True
-                    self._arrive(arrival)
-                self.behind = self._pull.has_news
+            if self._closed:
+                return False
+            for arrival in self._reader.read(MESSAGES_PER_TURN):
+                taken = True
+                self._arrive(arrival)
         return taken
+
+    @property
+    def behind(self) -> bool:
+        """Whether ``read`` has left something that nobody will be told of."""
+        return not self._reader.drained
 
     def wait(self, seconds: float) -> None:
         """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
@@ -92,8 +94,8 @@ class Intake:
             self._turn_ends = math.inf
             try:
                 if not self.read() and not self.behind and not self._closed:
-                    self._poller.wait(seconds)
-                    self._bell.clear()
+                    if self._bell.raw.fileno() in self._poller.wait(seconds):
+                        self._bell.clear()
                     self.read()
             finally:
                 self._turn_ends = time.monotonic() + TURN_S

@@ -173,15 +173,19 @@ class StreamReader:
         self._receiver = receiver
         self._accepts = accepts
         self._allocate = allocate
+        self.drained = True
+        """Whether the last ``read`` ended since nothing more had arrived."""
         self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
         self._attachments: dict[tuple[int, int], segments.Attachment] = {}
 
     def read(self, at_most: int) -> Iterator[Arrival]:
         """What has arrived and is wanted."""
+        self.drained = False
         for _ in range(at_most):
             self._receiver.skip()  # what the last message had too many, or Ctrl-C left of it
             frame = self._receiver.receive()
             if frame is None:
+                self.drained = True
                 return
             arrival = self._take_in(frame)
             if arrival is not None:

@@ -676,11 +676,6 @@ class _Reading:
     def raw(self) -> Any:
         return self._socket
 
-    @property
-    def has_news(self) -> bool:
-        """Whether a message has arrived."""
-        return _has_news(self._socket)
-
     def receive(self) -> bytes | None:
         """The first frame of the next message; None if nothing has arrived."""
         return self._socket.recv(zmq.NOBLOCK) if _has_news(self._socket) else None

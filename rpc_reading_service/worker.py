@@ -544,7 +544,8 @@ class IOThread:
         moved = self._outlet.pump()
         self._credit = self._feed.step(self._credit, time.monotonic())
         ready = self._poller.wait(0.0 if moved else self._feed.patience(self._outlet.patience, time.monotonic()))
-        self._waker.clear()
+        if self._waker.raw.fileno() in ready:
+            self._waker.clear()
         if self._gate is not None and self._gate.raw in ready:
             self._gate.answer()
         if self._channel.raw in ready:
