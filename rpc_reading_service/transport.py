@@ -839,13 +839,21 @@ class Copied:
 
     Args:
         data: of format ``B``
+
+    Raises:
+        MemoryError: there is no room for it.
     """
 
     def __init__(self, data: memoryview) -> None:
         self.nbytes = data.nbytes
         starts = range(0, self.nbytes, CHUNK_BYTES) or [0]
-        self.frames = [zmq.Frame(data[start : start + CHUNK_BYTES], copy=True) for start in starts]
-        """Each of ``CHUNK_BYTES``, but for the last."""
+        try:
+            self.frames = [zmq.Frame(data[start : start + CHUNK_BYTES], copy=True) for start in starts]
+            """Each of ``CHUNK_BYTES``, but for the last."""
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(f"there is no room to send {self.nbytes:,} bytes") from error
 
 
 def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Piece]) -> bool:

@@ -356,7 +356,7 @@ class Runner:
             return self._fail(error)
         try:
             self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded)))
-        except BufferError as error:
+        except (BufferError, MemoryError) as error:
             return self._fail(error)
         self._seq += 1
         nbytes = sum([buffer.nbytes for buffer in encoded.buffers]) if encoded.buffers else 0

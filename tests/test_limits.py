@@ -18,6 +18,7 @@ from rpc_reading_service.daemon import describe_exit
 
 GRAPH_BYTES = 200_000
 MEMORY = 300 << 20
+USED_UP = f"the {MEMORY:,} bytes that rpc-reading-worker --worker-memory gives each worker are used up"
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,8 @@ def daemon() -> Iterator[Daemon]:
         yield started
 
 
-def load(daemon: Daemon, pipe: Any) -> "DataLoader2[Any]":
-    service = RPCReadingService([daemon.address], num_workers=1, timeout=60.0, pickle_by_value=(__name__,))
+def load(daemon: Daemon, pipe: Any, **options: Any) -> "DataLoader2[Any]":
+    service = RPCReadingService([daemon.address], num_workers=1, timeout=60.0, pickle_by_value=(__name__,), **options)
     return DataLoader2(pipe, reading_service=service)
 
 
@@ -65,8 +66,15 @@ def test_a_worker_that_wants_more_memory_fails_by_name_and_its_shard_alone(daemo
         iterator = iter(loader)
         assert len(next(iterator)) == 5 << 20
         assert len(next(iterator)) == 10 << 20
-        words = f"the {MEMORY:,} bytes that rpc-reading-worker --worker-memory gives each worker are used up"
-        with pytest.raises(MemoryError, match=re.escape(words)):
+        with pytest.raises(MemoryError, match=re.escape(USED_UP)):
+            next(iterator)
+
+
+def test_a_batch_whose_copy_finds_no_room_fails_by_name_too(daemon: Daemon) -> None:
+    with load(daemon, IterableWrapper([5, 200]).sharding_filter().map(tensor), transport="tcp") as loader:
+        iterator = iter(loader)
+        assert len(next(iterator)) == 5 << 20
+        with pytest.raises(MemoryError, match=rf"{re.escape(USED_UP)} .* to send 209,715,200 bytes"):
             next(iterator)
 
 
