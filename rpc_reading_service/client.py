@@ -45,11 +45,12 @@ from rpc_reading_service.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from rpc_reading_service.intake import TURN_S, Intake
+from rpc_reading_service.intake import TURN_S, Deferral, Intake
 from rpc_reading_service.links import LinkState
 from rpc_reading_service.merge import Entry, Item, Merge, Signal
 from rpc_reading_service.messages import (
     AskStack,
+    Data,
     EndOfShard,
     FromDaemon,
     HeartbeatReply,
@@ -317,12 +318,13 @@ class Client:
         return True
 
     def _send_credit(self) -> None:
-        """In the turn of this thread, without the lock, or else by the I/O thread."""
-        if not self._io.intake.is_taken:
+        """At once, without the lock, in the turn of those who wait for batches; or else by the I/O thread."""
+        intake = self._io.intake
+        if not intake.is_taken:
             return self._waker.wake()
         with self._changed:
             credits = self._session.take_credits()
-        self._io.intake.send(credits)
+        intake.send(credits)
 
     def pause(self, pause_fn: bytes) -> None:
         """Every worker stops producing, once it has finished the batch it is at; whoever feeds them comes last."""
@@ -404,22 +406,25 @@ class Client:
 
     def _wait_for_data(self, seconds: float) -> None:
         """With the lock held, which is released meanwhile: one thread reads the data socket, others just wait."""
+        intake = self._io.intake
         if self._waiter is not None:
-            self._waker.wake()  # there may be credit to be sent
+            if self._session.has_credits:
+                self._waker.wake()
             self._changed.wait(seconds)
             return
-        self._waiter = threading.get_ident()
-        credits = self._session.take_credits()
-        self._changed.release()
-        try:
-            self._io.intake.send(credits)
-            self._io.intake.wait(seconds)
-        finally:
-            self._changed.acquire()
-            self._waiter = None
-            self._changed.notify()  # another may read now
-            if self._session.has_actions:
-                self._waker.wake()
+        with Deferral(intake.wake):
+            self._waiter = threading.get_ident()
+            credits = self._session.take_credits()
+            self._changed.release()
+            try:
+                intake.send(credits)
+                intake.wait(seconds)
+            finally:
+                self._changed.acquire()
+                self._waiter = None
+                self._changed.notify_all()  # another may read now
+                if self._session.has_actions:
+                    self._waker.wake()
 
     def notify(self) -> None:
         """With the lock held: something has changed that others may wait for."""
@@ -503,7 +508,8 @@ class Client:
                 self.close_session()
             self.notify()
         self._waker.wake()
-        self._io.join(CLOSE_S + 1.0)
+        if self._waiter != threading.get_ident():  # a signal's handler may close it in the middle of a wait
+            self._io.join(CLOSE_S + 1.0)
 
     def close_session(self) -> None:
         """Tell the daemons, with the lock held, if that is due and has not been done."""
@@ -511,7 +517,50 @@ class Client:
             self._recorder.end(time.monotonic())
             self._session.close(time.monotonic())
 
-    # For the I/O thread, with the lock held.
+    # For whoever reads the data socket.
+
+    def accepts(self, header: Any) -> bool:
+        """Whether a data message is wanted."""
+        with self._changed:
+            if header.session != self._options.session:
+                return False
+            return isinstance(header, Opened) or self._merge.accepts(header)
+
+    def take_in(self, arrival: Arrival) -> None:
+        """A data message has been read."""
+        with self._changed:
+            self._arrive(arrival, time.monotonic())
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        header = arrival.header
+        if self.failed:
+            return  # what has arrived is still handed out, and then the error is raised
+        if header is None or arrival.error is not None:
+            logger.warning("! a data message was dropped: %s", arrival.error)
+            if header is not None:
+                self._session.break_off(header.worker, header.attempt, str(arrival.error), now)
+        elif isinstance(header, Opened):
+            if self._session.is_starting(header.worker, header.attempt):
+                self._merge.restart(header.worker, header.attempt)
+                self._session.data_opened(header.worker, now)
+                self.heard(header.worker)
+        elif self._merge.accepts(header):  # the next epoch may have been started while it was received
+            self._add(header, arrival, now)
+            self.arrived(header.worker)
+
+    def _add(self, header: Data, arrival: Arrival, now: float) -> None:
+        if isinstance(header, ShardError):
+            self._merge.fail(header.worker, arrival.body)
+            self._session.shard_ended(header.worker, now)
+        elif isinstance(header, EndOfShard):
+            self._merge.end(header.worker)
+            self._session.shard_ended(header.worker, now)
+        elif arrival.entries:
+            self._merge.add(header.worker, arrival.entries)
+            nbytes = sum([entry.nbytes for entry in arrival.entries])
+            self._recorder.arrive(header.worker, len(arrival.entries), nbytes)
+
+    # For the I/O thread and whoever reads, with the lock held.
 
     @property
     def lock(self) -> threading.Condition:
@@ -553,11 +602,6 @@ class Client:
         self._heard[worker] = time.monotonic()
         self._overdue.pop(worker, None)
         self.notify()
-
-    def add(self, worker: int, entries: Sequence[Entry]) -> None:
-        """Batches came from a worker."""
-        self._merge.add(worker, entries)
-        self._recorder.arrive(worker, len(entries), sum([entry.nbytes for entry in entries]))
 
     def arrived(self, worker: int) -> None:
         """A batch came from a worker, or the end of its shard."""
@@ -601,13 +645,15 @@ class Client:
 
 
 class _IOThread:
-    """Owns the sockets of a client, from ``start`` until the session is closed; ``intake`` once that has begun."""
-
-    intake: Intake
+    """Owns the control sockets of a client, and opens and closes all of them."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._context = transport.Context(1 if client.keys is None else DECRYPTING_THREADS)
+        options = client.session.options
+        allocate = buffers.Pool(keep=options.prefetch_bytes).allocate
+        who = (options.session, options.secret)
+        self.intake = Intake(self._context, *who, client.accepts, client.take_in, client.waker.wake, allocate)
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}
@@ -644,9 +690,6 @@ class _IOThread:
         if not self._begin():
             return
         try:
-            options = self._client.session.options
-            allocate = buffers.Pool(keep=options.prefetch_bytes).allocate
-            self.intake = Intake(self._context, options.session, options.secret, self._accepts, self._take_in, allocate)
             self._poller.watch(self._client.waker.raw)
             for address in self._client.session.links:
                 self._connect(address)
@@ -662,8 +705,7 @@ class _IOThread:
 
     def _close(self) -> None:
         """The sockets, and then what wakes the thread that polls them; that may have been the one to ask for it."""
-        if hasattr(self, "intake"):
-            self.intake.close()
+        self.intake.close()
         self._context.close()
         self._client.waker.close()
 
@@ -843,46 +885,6 @@ class _IOThread:
         if trouble:
             self._keys_trouble[dealer.address] = trouble
         return trouble
-
-    # Data messages.
-
-    def _accepts(self, header: Any) -> bool:
-        with self._client.lock:
-            if header.session != self._client.session.options.session:
-                return False
-            return isinstance(header, Opened) or self._client.merge.accepts(header)
-
-    def _take_in(self, arrival: Arrival) -> None:
-        with self._client.lock:
-            self._arrive(arrival)
-
-    def _arrive(self, arrival: Arrival) -> None:
-        header, now = arrival.header, time.monotonic()
-        if self._client.failed:
-            return  # what has arrived is still handed out, and then the error is raised
-        client, session, merge = self._client, self._client.session, self._client.merge
-        if header is None or arrival.error is not None:
-            logger.warning("! a data message was dropped: %s", arrival.error)
-            if header is not None:
-                session.break_off(header.worker, header.attempt, str(arrival.error), now)
-            return
-        if isinstance(header, Opened):
-            if session.is_starting(header.worker, header.attempt):
-                merge.restart(header.worker, header.attempt)
-                session.data_opened(header.worker, now)
-                client.heard(header.worker)
-            return
-        elif not merge.accepts(header):
-            return  # the next epoch was started while it was received
-        elif isinstance(header, ShardError):
-            merge.fail(header.worker, arrival.body)
-            session.shard_ended(header.worker, now)
-        elif isinstance(header, EndOfShard):
-            merge.end(header.worker)
-            session.shard_ended(header.worker, now)
-        elif arrival.entries:
-            client.add(header.worker, arrival.entries)
-        client.arrived(header.worker)
 
 
 def no_shared_memory(action: ConnectData) -> str:

@@ -5,16 +5,19 @@ the message in. As soon as it has what it needs, and trains, the I/O thread read
 meanwhile.
 
     the training loop waits      it polls the socket and ``bell``, and takes in what comes; the I/O thread looks away
-    it has gone for ``TURN_S``   the I/O thread polls the socket
+    it has a large batch         the I/O thread goes on with the next one at once
+    it has gone for ``TURN_S``   the I/O thread reads
 
 Whatever is done with the socket may take the news from the descriptor that is polled. So whoever polls it has read
 before, and whoever does anything else with it in the other's turn wakes him.
 """
 
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from rpc_reading_service import buffers, messages, segments, transport
@@ -37,6 +40,7 @@ class Intake:
         session, secret: whose; the secret is empty without keys
         accepts: whether a message with this header is wanted
         arrive: told of each message that has been taken in
+        hand_over: wakes the I/O thread, whose turn it is
         allocate: gives the memory for a buffer
     """
 
@@ -47,33 +51,65 @@ class Intake:
         secret: bytes,
         accepts: Callable[[Any], bool],
         arrive: Callable[[Arrival], None],
+        hand_over: Callable[[], None],
         allocate: Callable[[int], memoryview] = buffers.allocate,
     ) -> None:
         self._pull = context.pull(session, Pair.from_raw(secret) if secret else None)
+        self.raw = self._pull.raw
+        """What the I/O thread polls in its turn."""
         self._reader = StreamReader(self._pull, accepts, allocate)
         self._arrive = arrive
+        self._hand_over = hand_over
         self._connections: dict[tuple[int, int], transport.DataConnection] = {}
         self._lock = threading.Lock()
         self._waits = threading.Lock()
         self._bell = transport.Waker()
         self._poller = transport.Poller()
-        self._poller.watch(self._pull.raw)
+        self._poller.watch(self.raw)
         self._poller.watch(self._bell.raw)
         self._turn_ends = -math.inf
         self._closed = False
 
-    @property
-    def raw(self) -> int:
-        """What the I/O thread polls in its turn."""
-        return self._pull.raw
+    # What comes in.
 
     @property
     def is_taken(self) -> bool:
         """Whether it is the turn of a thread that waits, or has waited just now."""
         return time.monotonic() < self._turn_ends
 
-    def read(self) -> bool:
-        """Take in what has arrived; whether there was anything that is wanted."""
+    @property
+    def behind(self) -> bool:
+        """Whether ``read`` has left something that nobody will be told of."""
+        return not self._reader.drained
+
+    def read(self) -> None:
+        """For the I/O thread: take in what has arrived, up to a limit, or until somebody waits for it."""
+        with self._lock:
+            if self._closed:
+                return
+            for arrival in self._reader.read(MESSAGES_PER_TURN):
+                self._arrive(arrival)
+                if self._turn_ends == math.inf:
+                    return
+
+    def wait(self, seconds: float) -> None:
+        """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
+        with self._waits:
+            self._turn_ends = math.inf
+            turn = 0.0
+            try:
+                if not self._read_what_is_waited_for() and not self._closed:
+                    if self._bell.raw.fileno() in self._poller.wait(seconds):
+                        self._bell.clear()
+                    self._read_what_is_waited_for()
+                turn = 0.0 if self._reader.is_assembling else TURN_S
+            finally:
+                self._turn_ends = time.monotonic() + turn
+        if not turn:
+            self._hand_over()
+
+    def _read_what_is_waited_for(self) -> bool:
+        """All small batches that have arrived, but one large one; whether there was anything."""
         taken = False
         with self._lock:
             if self._closed:
@@ -81,24 +117,9 @@ class Intake:
             for arrival in self._reader.read(MESSAGES_PER_TURN):
                 taken = True
                 self._arrive(arrival)
-        return taken
-
-    @property
-    def behind(self) -> bool:
-        """Whether ``read`` has left something that nobody will be told of."""
-        return not self._reader.drained
-
-    def wait(self, seconds: float) -> None:
-        """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
-        with self._waits:
-            self._turn_ends = math.inf
-            try:
-                if not self.read() and not self.behind and not self._closed:
-                    if self._bell.raw.fileno() in self._poller.wait(seconds):
-                        self._bell.clear()
-                    self.read()
-            finally:
-                self._turn_ends = time.monotonic() + TURN_S
+                if arrival.entries and isinstance(arrival.header, messages.Chunk):
+                    break
+        return taken or self.behind
 
     def wake(self) -> None:
         """End ``wait``."""
@@ -112,11 +133,11 @@ class Intake:
         Raises:
             AddressError: its host's name does not resolve any more.
         """
+        endpoint = transport.beside(action.address, action.port)  # which may take a while
         with self._lock:
             if attachment is not None:
                 self._reader.attach(action.worker, action.attempt, attachment)
-            connection = self._pull.connect(action.address, action.port)
-            self._connections[action.worker, action.attempt] = connection
+            self._connections[action.worker, action.attempt] = self._pull.connect(endpoint)
         self._touched()
 
     def send(self, actions: Sequence[SendData]) -> None:
@@ -152,3 +173,37 @@ class Intake:
         self.wake()
         with self._waits:
             self._bell.close()
+
+
+class Deferral:
+    """What is done within it is done whole before Ctrl-C: the exception comes at its end, which ``hurry`` brings about.
+
+    For SIGINT alone, whose handler raises in most programs, and in the main thread alone, where handlers run.
+
+    Args:
+        hurry: ends a wait that would end late
+    """
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._hurry = hurry
+        self._handler: Any = None
+        self._noted: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *args: Any) -> None:
+        self._noted = args
+        self._hurry()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._noted is not None:
+                self._handler(*self._noted)

@@ -196,7 +196,7 @@ class Phase(enum.IntEnum):
     REPLAY = 2
     """The same, for a batch that is suppressed."""
     ENCODING = 3
-    """A batch is encoded, copied and handed to the I/O thread."""
+    """A batch is encoded, copied and sent."""
     CREDIT = 4
     """The window is full, and the training has batches of this shard that it has not consumed."""
     WIRE = 5

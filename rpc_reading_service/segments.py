@@ -209,7 +209,7 @@ class Segments:
         segment = self._take(recycling.size_class(nbytes))
         return None if segment is None else self._hold(segment)[:nbytes]
 
-    def place(self, parts: list[memoryview], shared: bool = True) -> Sequence[memoryview | Lent]:
+    def place(self, parts: list[memoryview], shared: bool = True) -> Sequence[Any]:
         """Put a batch's buffers where user code cannot reach them, though it goes on.
 
         What was written into lent memory that nobody looks at any more stays where it is. Everything else is copied.
@@ -217,13 +217,16 @@ class Segments:
         Args:
             parts: the buffers; emptied, so that the caller does not count as one who still looks
             shared: whether they may travel in shared memory, and not in frames alone
+
+        Returns:
+            For each buffer a ``Lent``, a view of lent memory, or what ``copy`` made of it.
         """
         spots = self._spots(parts)
         nbytes = [part.nbytes for part in parts]
         for index in spots:
             parts[index] = memoryview(b"")
         shared = shared and self._board.accepted
-        placed: dict[int, memoryview | Lent] = {}
+        placed: dict[int, Any] = {}
         whole: dict[int, Any] = {}
         for index, (segment, offset) in spots.items():
             if segment.slot not in whole and segment.owner.lent:
@@ -249,7 +252,7 @@ class Segments:
                     spots[index] = segment, address - segment.address
         return spots
 
-    def _copies(self, parts: Sequence[memoryview], shared: bool) -> Sequence[memoryview | Lent]:
+    def _copies(self, parts: Sequence[memoryview], shared: bool) -> Sequence[Any]:
         offsets, nbytes = _layout(parts)
         self.copied += nbytes
         segment = self._take(recycling.size_class(nbytes)) if shared and nbytes >= recycling.LEAST_BYTES else None

@@ -239,6 +239,11 @@ class ClientSession:
         return bool(self._actions)
 
     @property
+    def has_credits(self) -> bool:
+        """Whether credit is to be given."""
+        return bool(self._credits)
+
+    @property
     def num_shards(self) -> int:
         """Shards of the session, not counting the dispatching worker; 0 while they are not known."""
         return max(0, len(self.workers) - self.options.dispatching)

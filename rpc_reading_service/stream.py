@@ -199,6 +199,11 @@ class StreamReader:
         """The worker is gone; whatever is still looked at stays mapped."""
         self._attachments.pop((worker, attempt), None)
 
+    @property
+    def is_assembling(self) -> bool:
+        """Whether a large batch has come in part, or another may follow at once on one that has come."""
+        return bool(self._assemblies) or not self.drained
+
     def forget(self, worker: int) -> None:
         """The rest of the worker's batch will not come."""
         self._assemblies.pop(worker, None)

@@ -738,9 +738,9 @@ class Pull(_Reading):
         """A descriptor, readable when something may have happened; see ``Push.raw``."""
         return int(self._socket.fd)
 
-    def connect(self, address: str, port: int) -> DataConnection:
-        """To a worker's data port on its daemon's host."""
-        connection = DataConnection(_beside(address, port), b"w%d" % next(self._connected))
+    def connect(self, endpoint: str) -> DataConnection:
+        """To a worker's data port; see ``beside``."""
+        connection = DataConnection(endpoint, b"w%d" % next(self._connected))
         self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, connection.name)
         self._socket.connect(connection.endpoint)
         return connection
@@ -751,7 +751,11 @@ class Pull(_Reading):
 
     def send(self, connection: DataConnection, frame: bytes) -> None:
         """To one worker; nothing is sent if the connection is broken."""
-        _send(self._socket, [connection.name, frame])
+        try:
+            _send(self._socket, [connection.name, frame])
+        except BaseException:  # Ctrl-C between the two: without an end, the next message would be taken for the rest
+            self._socket.send(b"", zmq.NOBLOCK)
+            raise
 
     def disconnect(self, connection: DataConnection) -> None:
         try:
@@ -770,7 +774,7 @@ class FeedDealer(_Reading):
         self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
         self._socket.routing_id = _secret_name(session, f"worker {worker}")
         self._monitor = _monitor(self._socket, zmq.EVENT_DISCONNECTED)
-        self._socket.connect(_beside(address, port))
+        self._socket.connect(beside(address, port))
 
     @property
     def raw_monitor(self) -> Any:
@@ -824,8 +828,12 @@ def _open_to_strangers(context: "zmq.Context[Any]", pair: Pair | None) -> "zmq.S
     return socket_
 
 
-def _beside(address: str, port: int) -> str:
-    """The endpoint of another port on a daemon's host."""
+def beside(address: str, port: int) -> str:
+    """The endpoint of another port on a daemon's host.
+
+    Raises:
+        AddressError: the host's name does not resolve any more.
+    """
     host, daemon_port = split_address(address)
     ip, _ = split_address(_endpoint(join_address(host, daemon_port)))
     return f"tcp://{join_address(ip, port)}"

@@ -5,7 +5,7 @@ Two threads:
     main thread    the graph: takes commands and room in the window from the mailbox, encodes batches and sends them
     I/O thread     the channel to the daemon: commands in, answers out; credit in, and what could not be sent yet out
 
-User code may hold the GIL or sleep for as long as it likes: what it has produced is sent, and where it is can be asked.
+User code may sleep or compute for as long as it likes: what it has produced is sent, and where it is can be asked.
 To wake another thread for each batch would take longer than to send it, so the main thread sends its own; the I/O
 thread does what is left: while the client is not there, and when the graph takes its time after batches that were
 gathered. For these are, if they follow on one another within ``GATHER_S``, and travel together; of a slower graph each
@@ -192,7 +192,7 @@ class Mailbox:
                 self.gathers = False
         return parcels
 
-    # For the I/O thread.
+    # For whoever hears it, mostly the I/O thread.
 
     def command(self, message: Any, payload: bytes | None) -> None:
         """A command for the main thread; the window follows at once."""
@@ -226,7 +226,7 @@ class Runner:
     Args:
         shard: what to run
         mailbox: where commands come from and parcels go
-        send: sends what waits in the mailbox
+        send: sees to it that what waits in the mailbox is sent
         reply: sends a control message back to the client
         start: which worker this is
         feed: from the dispatching worker, if there is one
@@ -428,7 +428,7 @@ class Reply:
 
 
 class Outlet(Protocol):
-    """Where an I/O thread's parcels go."""
+    """Where parcels go; this is what the I/O thread does with it."""
 
     raw: list[Any]
     """What to poll."""
@@ -447,11 +447,19 @@ class Outlet(Protocol):
 class ClientOutlet:
     """The way to the client: a socket which has nobody to send to before the client is there, or there again.
 
-    Either thread may ``pump``. Whatever is done with the socket may take the news from the descriptor that the I/O
-    thread polls: so whoever does something reads what has come.
+    The main thread may ``send``, the I/O thread may ``pump``. Whatever is done with the socket may take the news from
+    the descriptor that the I/O thread polls: so whoever does something reads what has come.
     """
 
-    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer, drop: Callable[[Parcel], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        push: transport.Push,
+        packer: Packer,
+        drop: Callable[[Parcel], None],
+        waker: transport.Waker,
+    ) -> None:
+        self._waker = waker
         self._mailbox = mailbox
         self._push = push
         self._packer = packer
@@ -461,31 +469,40 @@ class ClientOutlet:
         self._lock = threading.Lock()
         self.raw: list[Any] = [push.raw]
 
+    def send(self) -> None:
+        """Send what waits; what strangers have sent more than is read at once is for the I/O thread."""
+        self.pump()
+        if self._push.behind:
+            self._waker.wake()
+
     def pump(self) -> bool:
         with self._lock:
             parcels = self._mailbox.collect()
             self._outgoing.extend(self._packer.pack(parcels))
             self._send()
-            heard = list(self._push.receive_all())
-            self._send()  # the client may be there now
-        for frame in heard:
-            self._hear(frame)
+            self._hear()
+            while self._send():  # the client is there now
+                self._hear()
         return bool(parcels) or self._push.behind
 
     @property
     def patience(self) -> float:
         return GATHER_S if self._mailbox.gathers else IDLE_S
 
-    def _hear(self, frame: bytes) -> None:
-        try:
-            self._mailbox.command(messages.decode(frame, ToWorkerData), None)
-        except msgspec.DecodeError as error:
-            logger.error("! what the client sent cannot be read: %s", error)
+    def _hear(self) -> None:
+        for frame in self._push.receive_all():
+            try:
+                self._mailbox.command(messages.decode(frame, ToWorkerData), None)
+            except msgspec.DecodeError as error:
+                logger.error("! what the client sent cannot be read: %s", error)
 
-    def _send(self) -> None:
+    def _send(self) -> bool:
+        """Whether anything was sent."""
+        sent = False
         while self._outgoing and self._push.send(self._outgoing[0].frames):
             self._outgoing.popleft()
-            self._opened = True
+            self._opened = sent = True
+        return sent
 
     def abandon(self) -> None:
         with self._lock:
@@ -655,6 +672,7 @@ def _build(
     if start.is_dispatching:
         mailbox, router = DispatchMailbox(start, waker, logbook), context.feed_router(start.session, pair, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
+        send = waker.wake  # the I/O thread alone uses this socket
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
         memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes, transport.Copied)
@@ -662,14 +680,15 @@ def _build(
         mailbox = Mailbox(window, waker, memory.board, drop, logbook)
         push = context.push(start.session, pair, host, ports)
         packer = Packer(start.session, start.worker, start.attempt)
-        outlet, port = ClientOutlet(mailbox, push, packer, drop), push.port
+        to_client = outlet = ClientOutlet(mailbox, push, packer, drop, waker)
+        port, send = push.port, to_client.send
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context, gate)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     if memory is not None:
         inplace.lend_from(memory.lend)
     shard = graph.load(unpickle(), start.num_workers, start.worker, feed.elements)
     kind = DispatchRunner if start.is_dispatching else Runner
-    io.runner = kind(shard, mailbox, outlet.pump, reply, start, feed, logbook, memory, limit)
+    io.runner = kind(shard, mailbox, send, reply, start, feed, logbook, memory, limit)
     offer = None if memory is None else memory.offer
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))
     return io.runner

@@ -44,6 +44,7 @@ from rpc_reading_service import (
 )
 from rpc_reading_service.client import Client
 from rpc_reading_service.daemon import versions
+from rpc_reading_service.messages import Batches
 from rpc_reading_service.session import SessionOptions
 from rpc_reading_service.transport import Deadline
 
@@ -624,6 +625,49 @@ def test_a_client_that_is_closed_before_its_thread_runs_opens_nothing(
     late[0].start()
     late[0].join()
     assert caplog.text == ""
+
+
+def test_ctrl_c_while_a_batch_is_read_loses_nothing(two_daemons: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    accepts, interrupted = Client.accepts, []
+
+    def interrupting(client: Client, header: Any) -> bool:
+        here = threading.current_thread() is threading.main_thread()
+        if here and isinstance(header, Batches) and not interrupted:
+            interrupted.append(header)
+            signal.raise_signal(signal.SIGINT)
+        return accepts(client, header)
+
+    monkeypatch.setattr(Client, "accepts", interrupting)
+    service = RPCReadingService(two_daemons, num_workers=2, on_worker_loss="raise", transport="tcp")
+    with DataLoader2(IterableWrapper(range(1000)).sharding_filter(), reading_service=service) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        (header,) = interrupted
+        merge = loader.reading_service._client.merge  # type: ignore[union-attr]
+        assert merge.received[header.worker] > header.seq, "it has been read to its end"
+        assert list(loader) == list(range(1000))
+        assert loader.reading_service.statistics().losses == 0  # type: ignore[union-attr]
+
+
+def test_a_signal_s_handler_may_close_the_session_in_the_middle_of_a_wait(
+    daemon: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rpc_reading_service.client.CLOSE_S", 10 * SOON_S)
+    os.mkfifo(tmp_path / "fifo")
+    loader = load(sharded().map(functools.partial(hold, tmp_path / "fifo")), daemon)
+    iterator = iter(loader)
+    thread = loader.reading_service._client._io._thread  # type: ignore[union-attr]
+    before = signal.signal(signal.SIGUSR1, lambda *_: loader.shutdown())
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with refused_soon(ClosedError, "has been finalized"):
+            next(iterator)
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_worker_that_crashes_again_and_again_does_not_outlast_timeout(daemon: list[str]) -> None:

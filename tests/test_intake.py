@@ -1,18 +1,20 @@
 """A client's data socket: whoever waits for a batch reads it, and the other thread only if nobody does."""
 
+import math
+import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from rpc_reading_service import intake as intake_module
 from rpc_reading_service import messages, transport
 from rpc_reading_service.actions import ConnectData, SendData
-from rpc_reading_service.intake import Intake
-from rpc_reading_service.messages import Batches, Credit
-from rpc_reading_service.stream import Arrival
+from rpc_reading_service.intake import Deferral, Intake
+from rpc_reading_service.messages import CHUNK_BYTES, Batches, Credit
+from rpc_reading_service.stream import Arrival, Packer, Parcel
 
 SESSION = "0123456789abcdef" * 2
 LONG_S = 30.0
@@ -26,8 +28,8 @@ class Ends:
         self.context = transport.Context()
         self.push = self.context.push(SESSION, None, "127.0.0.1", [0])
         self.arrived: list[tuple[str, int]] = []
-        self.happens: Callable[[], None] = lambda: None
-        self.intake = Intake(self.context, SESSION, b"", lambda header: True, self._note)
+        self.handed_over = threading.Event()
+        self.intake = Intake(self.context, SESSION, b"", lambda header: True, self._note, self.handed_over.set)
         self.intake.connect(ConnectData(0, 0, "127.0.0.1:1", self.push.port, 0, None), None)
         self._seq = 0
         while not self.push.send([b"no message of ours"]):  # the first tells that the connection is there
@@ -38,13 +40,20 @@ class Ends:
 
     def _note(self, arrival: Arrival) -> None:
         seq = -1 if arrival.header is None else arrival.header.seq
-        self.arrived.append((threading.current_thread().name, seq))
-        self.happens()
+        if arrival.entries or seq < 0:
+            self.arrived.append((threading.current_thread().name, seq))
 
     def send_batch(self) -> None:
         header = Batches(SESSION, 0, 0, 1, self._seq, [[1]], {})
         self._seq += 1
         assert self.push.send([messages.encode(header), b"x"])
+
+    def send_large(self) -> None:
+        size = CHUNK_BYTES + 1
+        parcel = Parcel(1, self._seq, Batches, b"x" * size)
+        self._seq += 1
+        for message in Packer(SESSION, 0, 0).pack([parcel]):
+            assert self.push.send(message.frames)
 
     def until(self, done: Callable[[], bool]) -> None:
         deadline = transport.Deadline(LONG_S)
@@ -143,9 +152,10 @@ def test_what_is_read_at_once_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyP
     for _ in range(3):
         ends.send_batch()
     deadline = transport.Deadline(LONG_S)
-    while not (ends.intake.read() and ends.intake.behind):
+    while not ends.intake.behind:
+        ends.intake.read()
         assert not deadline.expired
-        time.sleep(0.001)
+    assert len(ends.arrived) < 6
 
 
 def test_nothing_is_read_sent_or_waited_for_once_it_is_closed() -> None:
@@ -156,7 +166,107 @@ def test_nothing_is_read_sent_or_waited_for_once_it_is_closed() -> None:
     ends.close()
     assert ended(waiting)
     ends.intake.send([credit(1)])
-    assert not ends.intake.read()
+    ends.intake.read()
+    assert len(ends.arrived) == 1
+
+
+def test_after_a_large_batch_the_other_thread_reads_the_next_one_at_once(ends: Ends) -> None:
+    ends.send_batch()
+    ends.until(lambda: len(ends.arrived) == 1)
+    assert ends.intake.is_taken
+    assert not ends.handed_over.is_set()
+    for _ in range(3):
+        ends.send_large()
+    ends.until(lambda: len(ends.arrived) == 2)
+    assert not ends.intake.is_taken
+    assert ends.handed_over.is_set()
+    deadline = transport.Deadline(LONG_S)
+    while len(ends.arrived) < 4:
+        ends.intake.read()
+        assert not deadline.expired
+
+
+def test_whoever_reads_gives_way_to_whoever_waits(ends: Ends) -> None:
+    """The other thread stops after the message that it is at."""
+    for _ in range(3):
+        ends.send_batch()
+    ends.until(lambda: ends.arrived != [])
+    count = len(ends.arrived)
+    ends.intake._turn_ends = math.inf
+    ends.send_batch()
+    deadline = transport.Deadline(LONG_S)
+    while len(ends.arrived) == count:
+        ends.intake.read()
+        assert not deadline.expired
+    assert len(ends.arrived) == count + 1
+
+
+def test_a_name_that_takes_long_keeps_nobody_from_reading(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(address: str, port: int) -> str:
+        asked.set()
+        assert answered.wait(LONG_S)
+        return f"tcp://127.0.0.1:{port}"
+
+    monkeypatch.setattr(transport, "beside", slow)
+    connecting = in_a_thread(lambda: ends.intake.connect(ConnectData(1, 0, "slow:1", 1, 0, None), None))
+    assert asked.wait(LONG_S)
+    ends.send_batch()
+    ends.until(lambda: ends.arrived != [])
+    answered.set()
+    assert ended(connecting)
+
+
+def test_ctrl_c_waits_for_what_is_done_whole_and_hurries_it() -> None:
+    steps = []
+
+    def whole() -> None:
+        with Deferral(lambda: steps.append("hurried")):
+            signal.raise_signal(signal.SIGINT)
+            steps.append("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        whole()
+    assert steps == ["hurried", "done"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_left_alone_where_it_is_ignored_and_in_other_threads() -> None:
+    def within() -> None:
+        with Deferral(lambda: None):
+            kept.append(signal.getsignal(signal.SIGINT))
+
+    kept: list[Any] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        within()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended(in_a_thread(within))
+    assert kept == [signal.SIG_IGN, signal.default_int_handler]
+
+
+def test_a_message_to_a_worker_that_ctrl_c_broke_off_is_not_continued_by_the_next(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = zmq.Socket.send, []
+
+    def interrupted(socket: Any, data: Any, *args: Any, **options: Any) -> Any:
+        calls.append(data)
+        if len(calls) == 2:  # the first is whom it is for
+            raise KeyboardInterrupt
+        return real(socket, data, *args, **options)
+
+    monkeypatch.setattr(zmq.Socket, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ends.intake.send([credit(1)])
+    monkeypatch.undo()
+    ends.intake.send([credit(2)])
+    heard: list[bytes] = []
+    ends.until(lambda: heard.extend(ends.push.receive_all()) or len(heard) == 2)
+    assert heard[0] == b""
+    assert messages.decode(heard[1], Credit).consumed == 2
 
 
 def test_ctrl_c_in_the_middle_of_a_message_costs_that_message_alone(

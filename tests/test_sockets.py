@@ -148,7 +148,7 @@ def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
 ) -> None:
     assert not push.send([b"too early"])
     pull = context.pull(SESSION)
-    pull.connect("127.0.0.1:1", push.port)
+    pull.connect(transport.beside("127.0.0.1:1", push.port))
     poller = transport.Poller()
     poller.watch(push.raw)
     wait_until(lambda: bool(poller.wait(0.0)) and push.send([b"now"]), pull.raw)
@@ -157,12 +157,12 @@ def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
 
 def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transport.Push) -> None:
     stranger, pull = context.pull("f" * 32), context.pull(SESSION)
-    stranger.connect("127.0.0.1:1", push.port)
+    stranger.connect(transport.beside("127.0.0.1:1", push.port))
     poller = transport.Poller()
     poller.watch(push.raw)
     wait_until(lambda: bool(poller.wait(0.0)), stranger.raw)  # it is there
     assert not push.send([b"secret"])
-    pull.connect("127.0.0.1:1", push.port)
+    pull.connect(transport.beside("127.0.0.1:1", push.port))
     wait_until(lambda: push.send([b"secret"]), push.raw, pull.raw)
     wait_until(lambda: received(pull) == [b"secret"], pull.raw)
     assert received(stranger) == []
@@ -170,7 +170,7 @@ def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transp
 
 def test_a_worker_hears_its_client_and_no_stranger(context: Sockets, push: transport.Push) -> None:
     stranger, pull = context.pull("f" * 32), context.pull(SESSION)
-    connections = [each.connect("127.0.0.1:1", push.port) for each in (stranger, pull)]
+    connections = [each.connect(transport.beside("127.0.0.1:1", push.port)) for each in (stranger, pull)]
     heard: list[bytes] = []
     for _ in range(3):
         stranger.send(connections[0], b"strange")
@@ -184,7 +184,7 @@ def test_a_stranger_that_sends_without_end_does_not_keep_a_worker_from_its_work(
     context: Sockets, push: transport.Push
 ) -> None:
     stranger = context.pull("f" * 32)
-    connection = stranger.connect("127.0.0.1:1", push.port)
+    connection = stranger.connect(transport.beside("127.0.0.1:1", push.port))
 
     def flooded() -> bool:
         for _ in range(2 * transport.MESSAGES_AT_ONCE):
@@ -198,7 +198,7 @@ def test_a_stranger_that_sends_without_end_does_not_keep_a_worker_from_its_work(
 def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
     pushes = [context.push(SESSION, None, "127.0.0.1", [0]) for _ in range(2)]
     pull = context.pull(SESSION)
-    connections = [pull.connect("127.0.0.1:1", push.port) for push in pushes]
+    connections = [pull.connect(transport.beside("127.0.0.1:1", push.port)) for push in pushes]
     for number, connection in enumerate(connections):
         pull.send(connection, b"for %d" % number)
     for number, push in enumerate(pushes):
@@ -207,7 +207,8 @@ def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
         assert heard == [b"for %d" % number]
     pull.disconnect(connections[0])
     pull.send(connections[0], b"nobody is there")
-    assert pull.connect("127.0.0.1:1", pushes[0].port).name not in [connection.name for connection in connections]
+    again = pull.connect(transport.beside("127.0.0.1:1", pushes[0].port))
+    assert again.name not in [connection.name for connection in connections]
 
 
 def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told(
@@ -215,7 +216,7 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
 ) -> None:
     relay.start(push.port)
     pull = context.pull(SESSION)
-    pull.connect("127.0.0.1:1", relay.port)
+    pull.connect(transport.beside("127.0.0.1:1", relay.port))
     wait_until(lambda: push.send([b"one"]), push.raw, pull.raw)
     wait_until(lambda: received(pull) == [b"one"], pull.raw)
     list(push.receive_all())
