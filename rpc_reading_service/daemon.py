@@ -472,6 +472,8 @@ class Daemon:
                 self._start_waiting()
 
     def _patience(self) -> float:
+        if self._gate.behind and not self._flooded:
+            return 0.0
         now = time.monotonic()
         moments = [worker.kill_at - now for session in self._sessions.values() for worker in session.workers.values()]
         tick = floods.CHECK_S if self._router.has_strangers(self._trusted()) else TICK_S

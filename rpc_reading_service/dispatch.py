@@ -32,7 +32,7 @@ NO_MORE = (1 << 63) - 1
 
 
 IDLE_S = 1.0
-"""How long an I/O thread waits if nothing happens: as long as strangers' messages may wait to be dropped."""
+"""How long an I/O thread waits if nothing happens."""
 
 BROKEN_S = 2.0
 """How long a worker whose feed broke waits to be stopped: if whoever fed it is lost, its daemon knows better why."""

@@ -36,7 +36,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20

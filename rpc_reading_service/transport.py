@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import hmac
 import ipaddress
 import itertools
 import os
@@ -60,7 +61,7 @@ BACKLOG = 1024
 """Connections that the system holds ready for us: with 100, libzmq's own choice, many at once keep others out."""
 
 MESSAGES_AT_ONCE = 100
-"""What is read from such a socket before everything else gets its turn."""
+"""What is taken from a socket, to which any number may be sent, before everything else gets its turn."""
 
 HEARTBEAT_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 14_000
@@ -252,11 +253,6 @@ class Lock(NamedTuple):
         return None if keys is None else cls(keys.pair, keys.server)
 
     @classmethod
-    def connecting(cls, pair: Pair | None) -> "Lock | None":
-        """Among those who share a pair, the end that connects."""
-        return None if pair is None else cls(pair, pair.public)
-
-    @classmethod
     def binding(cls, pair: Pair | None) -> "Lock | None":
         return None if pair is None else cls(pair)
 
@@ -270,7 +266,35 @@ class Lock(NamedTuple):
             socket_.zap_domain = _DOMAIN
 
 
-def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | None) -> "zmq.Socket[bytes]":
+class Password(NamedTuple):
+    """What a session without keys knows its own by (PLAIN): others get no further than the handshake.
+
+    It keeps out who cannot see the connection; it is not encrypted, and nothing else is.
+
+    Args:
+        password: that one end shows
+        is_asked: whether this is the other end
+    """
+
+    password: str
+    is_asked: bool
+
+    def put_on(self, socket_: "zmq.Socket[bytes]") -> None:
+        if self.is_asked:
+            socket_.plain_server = True
+            socket_.zap_domain = _DOMAIN
+        else:
+            socket_.plain_username, socket_.plain_password = _DOMAIN, self.password.encode()
+
+
+def _lock_of_session(session: str, pair: Pair | None, connects: bool) -> Lock | Password:
+    """For one end of a session's data channels: both have the session's pair, or its password."""
+    if pair is None:
+        return Password(_password(session), is_asked=not connects)
+    return Lock(pair, pair.public if connects else None)
+
+
+def _open(context: "zmq.Context[Any]", kind: int, max_bytes: int, lock: Lock | Password | None) -> "zmq.Socket[bytes]":
     socket_: zmq.Socket[bytes] = context.socket(kind)
     socket_.linger = 0
     socket_.ipv6 = True
@@ -303,6 +327,11 @@ class Context:
     def gate(self, admits: Callable[[str, str], bool]) -> "Gate":
         return Gate(self._context, admits)
 
+    def session_gate(self, session: str, pair: Pair | None) -> "Gate":
+        """For a worker: lets in those who belong to its session."""
+        key = (_password(session) if pair is None else pair.public).encode()
+        return self.gate(lambda shown, _address: hmac.compare_digest(shown.encode(), key))
+
     def dealer(self, address: str, keys: CurveKeys | None = None) -> "Dealer":
         return Dealer(self._context, address, keys)
 
@@ -330,33 +359,45 @@ def allow_connections() -> None:
 
 
 class Gate:
-    """Where libzmq asks, for each connection to the daemon or a locked socket, whether its peer is let in (ZAP).
+    """Where libzmq asks, for each connection to the daemon or to a worker, whether its peer is let in (ZAP).
 
     Until it is answered nothing is read from the connection but its handshake.
 
     It must be there before those sockets are, and belongs to the thread that calls ``answer``.
 
     Args:
-        admits: whether a client with this public key, empty without keys, at this IP address, is let in
+        admits: whether a peer with this public key or password, empty if it has neither, at this IP address, is let in
     """
 
     def __init__(self, context: "zmq.Context[Any]", admits: Callable[[str, str], bool]) -> None:
         self._admits = admits
+        self.behind = False
+        """Whether ``answer`` has left somebody waiting, since strangers ask without end."""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
 
     @property
     def raw(self) -> Any:
-        return self._socket
+        """A descriptor, as ``Push.raw``: readable when somebody has begun to ask."""
+        return self._socket.fd
 
     def answer(self) -> None:
-        """Answer whoever has been asking."""
-        for version, request, _domain, address, _name, _mechanism, *credentials in _drain(self._socket):
-            public = z85.encode(b"".join(credentials))
-            admitted = self._admits(public.decode(), address.decode())
-            status, text = (b"200", b"let in") if admitted else (b"400", b"not on the list")
-            self._socket.send_multipart([version, request, status, text, public, b""])
+        """Answer who has been asking."""
+        asking = 0
+        for request in itertools.islice(_drain(self._socket), MESSAGES_AT_ONCE):
+            asking += 1
+            self._socket.send_multipart(self._answer(*request))
+        self.behind = asking == MESSAGES_AT_ONCE
+
+    def _answer(
+        self, version: bytes, request: bytes, _domain: bytes, address: bytes, _name: bytes, mechanism: bytes,
+        *credentials: bytes,
+    ) -> list[bytes]:  # fmt: skip
+        user = z85.encode(b"".join(credentials)) if mechanism == b"CURVE" else b""
+        shown = credentials[1] if mechanism == b"PLAIN" else user
+        admitted = self._admits(shown.decode("ascii", "replace"), address.decode())
+        return [version, request, *((b"200", b"let in") if admitted else (b"400", b"not on the list")), user, b""]
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -711,6 +752,10 @@ def _secret_name(session: str, what: str) -> bytes:
     return b"s" + hashlib.sha256(f"{what} of {session}".encode()).digest()
 
 
+def _password(session: str) -> str:
+    return _secret_name(session, "password").hex()
+
+
 class DataConnection(NamedTuple):
     """One of a client's connections."""
 
@@ -728,7 +773,7 @@ class Pull(_Reading):
     """
 
     def __init__(self, context: "zmq.Context[Any]", session: str, pair: Pair | None) -> None:
-        self._socket = _open(context, zmq.ROUTER, DATA_BYTES, Lock.connecting(pair))
+        self._socket = _open(context, zmq.ROUTER, DATA_BYTES, _lock_of_session(session, pair, connects=True))
         self._socket.tcp_maxrt = UNACKNOWLEDGED_MS
         self._socket.routing_id = _secret_name(session, "client")
         self._connected = itertools.count(1)
@@ -771,7 +816,7 @@ class FeedDealer(_Reading):
     def __init__(
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, worker: int, address: str, port: int
     ) -> None:
-        self._socket = _open(context, zmq.DEALER, DATA_BYTES, Lock.connecting(pair))
+        self._socket = _open(context, zmq.DEALER, DATA_BYTES, _lock_of_session(session, pair, connects=True))
         self._socket.routing_id = _secret_name(session, f"worker {worker}")
         self._monitor = _monitor(self._socket, zmq.EVENT_DISCONNECTED)
         self._socket.connect(beside(address, port))
@@ -800,7 +845,7 @@ class FeedRouter:
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
     ) -> None:
         self._session = session
-        self._socket = _open_to_strangers(context, pair)
+        self._socket = _open_to_session(context, session, pair)
         self.port = _bind(self._socket, host, ports)
 
     @property
@@ -817,12 +862,12 @@ class FeedRouter:
         _send(self._socket, [_secret_name(self._session, f"worker {worker}"), *frames])
 
 
-def _open_to_strangers(context: "zmq.Context[Any]", pair: Pair | None) -> "zmq.Socket[bytes]":
-    """A ROUTER that sends to peers by their secret names alone, so that whoever else connects gets nothing.
+def _open_to_session(context: "zmq.Context[Any]", session: str, pair: Pair | None) -> "zmq.Socket[bytes]":
+    """A ROUTER that sends to peers of the session by their secret names; its context must have a ``session_gate``.
 
     A name that connects again is known at its new connection (``router_handover``): the old one may be half open.
     """
-    socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES, Lock.binding(pair))
+    socket_ = _open(context, zmq.ROUTER, HANDSHAKE_BYTES, _lock_of_session(session, pair, connects=False))
     socket_.router_mandatory = True
     socket_.router_handover = True
     return socket_
@@ -887,14 +932,12 @@ class Push:
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
     ) -> None:
         self._client = _secret_name(session, "client")
-        self.behind = False
-        """Whether ``receive_all`` has left something, since strangers send without end."""
-        self._socket = _open_to_strangers(context, pair)
+        self._socket = _open_to_session(context, session, pair)
         self.port = _bind(self._socket, host, ports)
 
     @property
     def raw(self) -> Any:
-        """A descriptor, readable when something may have happened: the client has connected, or a stranger.
+        """A descriptor, readable when something may have happened: the client has connected, or says something.
 
         Not the socket itself, as polling that costs a fifth of the CPU time of a batch of 32 B. Whatever is done with
         the socket may take the descriptor's news with it, so that ``receive_all`` has to be called now and then.
@@ -902,11 +945,8 @@ class Push:
         return self._socket.fd
 
     def receive_all(self) -> Iterator[bytes]:
-        """What the client says. Also takes notice of who has connected, and drops what strangers say."""
-        for _ in range(MESSAGES_AT_ONCE):
-            self.behind = _has_news(self._socket)
-            if not self.behind:
-                return
+        """What the client says. Also takes notice that it has connected."""
+        while _has_news(self._socket):
             ours = self._socket.recv() == self._client
             while self._socket.rcvmore:
                 frame = self._socket.recv()

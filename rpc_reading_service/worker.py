@@ -447,19 +447,11 @@ class Outlet(Protocol):
 class ClientOutlet:
     """The way to the client: a socket which has nobody to send to before the client is there, or there again.
 
-    The main thread may ``send``, the I/O thread may ``pump``. Whatever is done with the socket may take the news from
-    the descriptor that the I/O thread polls: so whoever does something reads what has come.
+    Either thread may ``pump``. Whatever is done with the socket may take the news from the descriptor that the I/O
+    thread polls: so whoever does something reads what has come.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        push: transport.Push,
-        packer: Packer,
-        drop: Callable[[Parcel], None],
-        waker: transport.Waker,
-    ) -> None:
-        self._waker = waker
+    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer, drop: Callable[[Parcel], None]) -> None:
         self._mailbox = mailbox
         self._push = push
         self._packer = packer
@@ -469,12 +461,6 @@ class ClientOutlet:
         self._lock = threading.Lock()
         self.raw: list[Any] = [push.raw]
 
-    def send(self) -> None:
-        """Send what waits; what strangers have sent more than is read at once is for the I/O thread."""
-        self.pump()
-        if self._push.behind:
-            self._waker.wake()
-
     def pump(self) -> bool:
         with self._lock:
             parcels = self._mailbox.collect()
@@ -483,7 +469,7 @@ class ClientOutlet:
             self._hear()
             while self._send():  # the client is there now
                 self._hear()
-        return bool(parcels) or self._push.behind
+        return bool(parcels)
 
     @property
     def patience(self) -> float:
@@ -519,12 +505,12 @@ class IOThread:
         channel: to the daemon
         outlet: to whoever takes the parcels
         feed: from the dispatching worker, if there is one
-        gate: with keys, lets in those who have the session's
+        gate: lets in those who belong to the session
     """
 
     def __init__(
         self, channel: transport.Channel, waker: transport.Waker, reply: Reply, command: Any, outlet: Any, feed: Feed,
-        context: transport.Context, gate: transport.Gate | None,
+        context: transport.Context, gate: transport.Gate,
     ) -> None:  # fmt: skip
         self.runner: Runner | None = None
         self._channel = channel
@@ -541,10 +527,8 @@ class IOThread:
 
     def run(self) -> None:
         """Until the daemon is gone, and then end the process, whatever the main thread is doing."""
-        for raw in (self._channel.raw, self._waker.raw, *self._outlet.raw):
+        for raw in (self._channel.raw, self._waker.raw, self._gate.raw, *self._outlet.raw):
             self._poller.watch(raw)
-        if self._gate is not None:
-            self._poller.watch(self._gate.raw)
         try:
             while True:
                 self._step()
@@ -563,7 +547,7 @@ class IOThread:
         ready = self._poller.wait(0.0 if moved else self._feed.patience(self._outlet.patience, time.monotonic()))
         if self._waker.raw.fileno() in ready:
             self._waker.clear()
-        if self._gate is not None and self._gate.raw in ready:
+        if self._gate.raw in ready:
             self._gate.answer()
         if self._channel.raw in ready:
             for frames in self._channel.receive_all():
@@ -664,7 +648,7 @@ def _build(
     context = transport.Context()
     waker = transport.Waker()
     pair = Pair.from_raw(secret) if secret else None
-    gate = context.gate(lambda public, _address: public == pair.public) if pair is not None else None
+    gate = context.session_gate(start.session, pair)
     feed = Feed(start, waker, pair)
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
@@ -680,8 +664,8 @@ def _build(
         mailbox = Mailbox(window, waker, memory.board, drop, logbook)
         push = context.push(start.session, pair, host, ports)
         packer = Packer(start.session, start.worker, start.attempt)
-        to_client = outlet = ClientOutlet(mailbox, push, packer, drop, waker)
-        port, send = push.port, to_client.send
+        outlet = ClientOutlet(mailbox, push, packer, drop)
+        port, send = push.port, outlet.pump
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context, gate)
     threading.Thread(target=io.run, name="rpc-reading-io", daemon=True).start()
     if memory is not None:

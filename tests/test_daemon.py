@@ -25,6 +25,7 @@ from daemons import Daemon, running, until
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
+from zmq.utils.monitor import recv_monitor_message
 
 import rpc_reading_service
 from rpc_reading_service import RPCReadingService, WorkerLostError, messages, transport
@@ -267,20 +268,20 @@ def test_strangers_on_the_data_ports_take_nothing(daemon: Daemon, data_ports: ra
                 if what in FOREIGN_BYTES:
                     shout(port, FOREIGN_BYTES[what])
                 else:
-                    stack.enter_context(connected(what, port))
+                    stack.enter_context(parted(what, port))
             elements += iterator
         assert elements == list(range(3000))
 
 
 @contextlib.contextmanager
-def connected(kind: str, port: int) -> Iterator[None]:
-    """A ZeroMQ socket that has shaken hands with a port."""
+def parted(kind: str, port: int) -> Iterator[None]:
+    """A ZeroMQ socket that was shut out by a port."""
     with zmq.Context() as context, context.socket(getattr(zmq, kind)) as stranger:
         stranger.linger = 0
-        with stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        with stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
             stranger.connect(f"tcp://127.0.0.1:{port}")
-            if kind == "DEALER":  # a ROUTER and a PULL part after their greeting
-                assert monitor.poll(STOP_S * 1000)
+            assert monitor.poll(STOP_S * 1000)
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
             yield
             assert not stranger.poll(0)
             stranger.disable_monitor()

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from daemons import Daemon, running, until
+from daemons import Daemon, running, until, workers_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.dataloader2 import DataLoader2
@@ -218,6 +218,9 @@ FLOODS = {
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 FLOODERS = 8
 FLOOD_S = 2.0
+NOTHING_BYTES = 32 << 20
+"""What a second of a flood's messages would take, when they were kept, was ten times as much."""
+
 FLOOD_GROWTH_BYTES = 600 << 20
 """An endless message alone took 2.8 GB in 4 s when nothing bounded it."""
 
@@ -242,22 +245,44 @@ def peak_memory(process: psutil.Process, seconds: float) -> int:
     return peak
 
 
-@pytest.mark.parametrize("what", FLOODS)
-def test_a_flood_that_is_faster_than_it_can_be_read_is_cut_off(what: str) -> None:
-    with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
-        iterator, stop, process = iter(loader), threading.Event(), psutil.Process(daemon.process.pid)
-        elements, before = [next(iterator)], process.memory_info().rss
-        threads = [threading.Thread(target=shout, args=(daemon.port, FLOODS[what], stop)) for _ in range(FLOODERS)]
-        for thread in threads:
-            thread.start()
-        peak = peak_memory(process, FLOOD_S)
-        elements += iterator
+@contextlib.contextmanager
+def flooded(port: int, what: str) -> Iterator[None]:
+    stop = threading.Event()
+    threads = [threading.Thread(target=shout, args=(port, FLOODS[what], stop)) for _ in range(FLOODERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_a_flood_that_is_faster_than_it_can_be_read_is_cut_off(what: str) -> None:
+    with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
+        iterator, process = iter(loader), psutil.Process(daemon.process.pid)
+        elements, before = [next(iterator)], process.memory_info().rss
+        with flooded(daemon.port, what):
+            peak = peak_memory(process, FLOOD_S)
+            elements += iterator
         assert elements == list(range(3000))
         assert peak - before < FLOOD_GROWTH_BYTES
         daemon.wait_for_line("127.0.0.1 was cut off: it has no session, and sends more than can be read")
+
+
+def test_of_a_flood_at_a_workers_data_port_nothing_is_kept() -> None:
+    with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
+        iterator, (process,) = iter(loader), workers_of(daemon.process.pid)
+        elements = [next(iterator)]
+        (worker,) = loader.reading_service._client._session.workers
+        before = process.memory_info().rss
+        for what in FLOODS:
+            with flooded(worker.port, what):
+                assert peak_memory(process, FLOOD_S / 2) - before < NOTHING_BYTES, what
+        elements += iterator
+        assert elements == list(range(3000))
 
 
 # What a client reads: nothing is decoded but what is expected, and nothing wrong comes out.

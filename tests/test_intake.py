@@ -26,6 +26,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.context = transport.Context()
+        self.gate = self.context.session_gate(SESSION, None)
         self.push = self.context.push(SESSION, None, "127.0.0.1", [0])
         self.arrived: list[tuple[str, int]] = []
         self.handed_over = threading.Event()
@@ -34,6 +35,7 @@ class Ends:
         self._seq = 0
         while not self.push.send([b"no message of ours"]):  # the first tells that the connection is there
             self.intake.wait(0.01)
+            self.gate.answer()
             list(self.push.receive_all())
         self.until(lambda: self.arrived != [])
         self.arrived.clear()
@@ -64,6 +66,7 @@ class Ends:
     def close(self) -> None:
         self.intake.close()
         self.push.close()
+        self.gate.close()
         self.context.close()
 
 

@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from rpc_reading_service import transport
+from rpc_reading_service.security import Pair
 
 SESSION = "0123456789abcdef" * 2
+OTHER = "f" * 32
 PATIENCE_S = 5.0
 
 
@@ -74,11 +78,15 @@ class Relay:
 
 
 class Sockets(transport.Context):
-    """A context that closes what was opened in it one by one, as pyzmq wants it."""
+    """A context that lets in whoever belongs to the session.
+
+    It closes what was opened in it one by one, as pyzmq wants it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._opened: list[Any] = []
+        self._gate = self.session_gate(SESSION, None)
 
     def pull(self, *args: Any) -> transport.Pull:
         return self._note(super().pull(*args))
@@ -96,9 +104,19 @@ class Sockets(transport.Context):
         return self._note(super().gate(*args))
 
     def _note(self, opened: Any) -> Any:
-        sockets = [getattr(opened, name) for name in ("raw", "raw_monitor") if hasattr(opened, name)]
-        self._opened += [opened._socket, *sockets[1:]]
+        self._opened += [getattr(opened, name) for name in ("_socket", "_monitor") if hasattr(opened, name)]
         return opened
+
+    def wait_until(self, happened: Callable[[], bool], *raws: object) -> None:
+        """Poll the sockets, so that each thread's commands are carried out, until it has happened."""
+        poller = transport.Poller()
+        for raw in (*raws, self._gate.raw):
+            poller.watch(raw)
+        deadline = transport.Deadline(PATIENCE_S)
+        while not happened():
+            assert not deadline.expired
+            poller.wait(0.02)
+            self._gate.answer()
 
     def close(self) -> None:
         for raw in self._opened:
@@ -125,17 +143,6 @@ def push(context: Sockets) -> transport.Push:
     return context.push(SESSION, None, "127.0.0.1", [0])
 
 
-def wait_until(happened: Callable[[], bool], *raws: object) -> None:
-    """Poll the sockets, so that each thread's commands are carried out, until it has happened."""
-    poller = transport.Poller()
-    for raw in raws:
-        poller.watch(raw)
-    deadline = transport.Deadline(PATIENCE_S)
-    while not happened():
-        assert not deadline.expired
-        poller.wait(0.02)
-
-
 def received(pull: transport.Pull) -> list[bytes]:
     frames = []
     while (frame := pull.receive()) is not None:
@@ -151,48 +158,84 @@ def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
     pull.connect(transport.beside("127.0.0.1:1", push.port))
     poller = transport.Poller()
     poller.watch(push.raw)
-    wait_until(lambda: bool(poller.wait(0.0)) and push.send([b"now"]), pull.raw)
-    wait_until(lambda: received(pull) == [b"now"], pull.raw)
+    context.wait_until(lambda: bool(poller.wait(0.0)) and push.send([b"now"]), pull.raw)
+    context.wait_until(lambda: received(pull) == [b"now"], pull.raw)
 
 
-def test_a_client_of_another_session_gets_nothing(context: Sockets, push: transport.Push) -> None:
-    stranger, pull = context.pull("f" * 32), context.pull(SESSION)
-    stranger.connect(transport.beside("127.0.0.1:1", push.port))
-    poller = transport.Poller()
-    poller.watch(push.raw)
-    wait_until(lambda: bool(poller.wait(0.0)), stranger.raw)  # it is there
-    assert not push.send([b"secret"])
-    pull.connect(transport.beside("127.0.0.1:1", push.port))
-    wait_until(lambda: push.send([b"secret"]), push.raw, pull.raw)
-    wait_until(lambda: received(pull) == [b"secret"], pull.raw)
-    assert received(stranger) == []
+STRANGERS = {
+    "without a password": None,
+    "with the password of another session": transport.Password(transport._password(OTHER), is_asked=False),
+    "with keys": transport.Lock(Pair.new(), Pair.new().public),
+}
 
 
-def test_a_worker_hears_its_client_and_no_stranger(context: Sockets, push: transport.Push) -> None:
-    stranger, pull = context.pull("f" * 32), context.pull(SESSION)
-    connections = [each.connect(transport.beside("127.0.0.1:1", push.port)) for each in (stranger, pull)]
+@pytest.mark.parametrize("who", STRANGERS)
+def test_whoever_does_not_belong_to_the_session_is_shut_out_in_the_handshake(
+    context: Sockets, push: transport.Push, who: str
+) -> None:
+    with dealer(push.port, STRANGERS[who]) as (stranger, monitor):
+        stranger.send(b"strange", zmq.NOBLOCK)
+        context.wait_until(lambda: monitor.poll(0) > 0, push.raw)
+        event = parse_monitor_message(monitor.recv_multipart())
+        assert event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert not int(push._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+
+
+def test_one_of_the_session_comes_through_the_handshake(context: Sockets, push: transport.Push) -> None:
+    with dealer(push.port, transport.Password(transport._password(SESSION), is_asked=False)) as (_, monitor):
+        context.wait_until(lambda: monitor.poll(0) > 0, push.raw)
+        assert parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@contextlib.contextmanager
+def dealer(port: int, lock: Any) -> Iterator[tuple[Any, Any]]:
+    """A socket that connects, and a monitor that tells what becomes of its handshake."""
+    with zmq.Context() as theirs, theirs.socket(zmq.DEALER) as socket_:
+        socket_.linger = 0
+        if lock is not None:
+            lock.put_on(socket_)
+        with socket_.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
+            socket_.connect(f"tcp://127.0.0.1:{port}")
+            yield socket_, monitor
+            socket_.disable_monitor()
+
+
+def test_bytes_that_look_like_an_old_protocol_are_no_message(context: Sockets, push: transport.Push) -> None:
+    with socket.create_connection(("127.0.0.1", push.port), PATIENCE_S) as stranger:
+        stranger.sendall(bytes.fromhex("01000600") + b"hello")
+        stranger.settimeout(PATIENCE_S)
+        while stranger.recv(100):
+            pass
+    assert list(push.receive_all()) == []
+
+
+def test_a_worker_hears_its_client_and_no_other_worker(context: Sockets, push: transport.Push) -> None:
+    other, pull = context.feed_dealer(SESSION, None, 1, "127.0.0.1:1", push.port), context.pull(SESSION)
+    connection = pull.connect(transport.beside("127.0.0.1:1", push.port))
     heard: list[bytes] = []
     for _ in range(3):
-        stranger.send(connections[0], b"strange")
-    wait_until(lambda: push.send([b"hello"]), push.raw, pull.raw, stranger.raw)
-    pull.send(connections[1], b"credit")
-    wait_until(lambda: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw, stranger.raw)
+        other.send([b"strange"])
+    context.wait_until(lambda: push.send([b"hello"]), push.raw, pull.raw, other.raw)
+    pull.send(connection, b"credit")
+    context.wait_until(lambda: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw, other.raw)
     assert heard == [b"credit"]
 
 
-def test_a_stranger_that_sends_without_end_does_not_keep_a_worker_from_its_work(
-    context: Sockets, push: transport.Push
-) -> None:
-    stranger = context.pull("f" * 32)
-    connection = stranger.connect(transport.beside("127.0.0.1:1", push.port))
-
-    def flooded() -> bool:
-        for _ in range(2 * transport.MESSAGES_AT_ONCE):
-            stranger.send(connection, b"strange")
-        return list(push.receive_all()) == [] and push.behind
-
-    wait_until(flooded, stranger.raw, push.raw)
-    wait_until(lambda: list(push.receive_all()) == [] and not push.behind, stranger.raw, push.raw)
+def test_those_who_ask_to_be_let_in_without_end_are_answered_bit_by_bit(context: Sockets) -> None:
+    many = transport.MESSAGES_AT_ONCE + 50
+    gate, asking = context._gate, context._context.socket(zmq.DEALER)
+    with asking:
+        asking.connect("inproc://zeromq.zap.01")
+        for number in range(many):
+            password = transport._password(SESSION if number % 2 else OTHER).encode()
+            asking.send_multipart([b"", b"1.0", b"%d" % number, b"", b"127.0.0.1", b"", b"PLAIN", b"", password])
+        answers = []
+        for _ in range(2):
+            gate.answer()
+            answers.append([answer[3] for answer in transport._drain(asking)])
+            assert gate.behind == (len(answers) == 1)
+    assert [len(each) for each in answers] == [transport.MESSAGES_AT_ONCE, 50]
+    assert answers[0] + answers[1] == [b"400", b"200"] * (many // 2)
 
 
 def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
@@ -203,7 +246,9 @@ def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
         pull.send(connection, b"for %d" % number)
     for number, push in enumerate(pushes):
         heard: list[bytes] = []
-        wait_until(lambda push=push, heard=heard: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw)
+        context.wait_until(
+            lambda push=push, heard=heard: heard.extend(push.receive_all()) or heard != [], push.raw, pull.raw
+        )
         assert heard == [b"for %d" % number]
     pull.disconnect(connections[0])
     pull.send(connections[0], b"nobody is there")
@@ -217,48 +262,59 @@ def test_a_client_whose_connection_broke_is_sent_to_again_and_the_sender_is_told
     relay.start(push.port)
     pull = context.pull(SESSION)
     pull.connect(transport.beside("127.0.0.1:1", relay.port))
-    wait_until(lambda: push.send([b"one"]), push.raw, pull.raw)
-    wait_until(lambda: received(pull) == [b"one"], pull.raw)
+    context.wait_until(lambda: push.send([b"one"]), push.raw, pull.raw)
+    context.wait_until(lambda: received(pull) == [b"one"], pull.raw)
     list(push.receive_all())
     relay.break_connections()
-    wait_until(lambda: not push.send([b"lost"]), pull.raw)
+    context.wait_until(lambda: not push.send([b"lost"]), pull.raw)
     relay.let_in()
     poller = transport.Poller()
     poller.watch(push.raw)
-    wait_until(lambda: bool(poller.wait(0.0)) and push.send([b"two"]), pull.raw)
-    wait_until(lambda: b"two" in received(pull), pull.raw)
+    context.wait_until(lambda: bool(poller.wait(0.0)) and push.send([b"two"]), pull.raw)
+    context.wait_until(lambda: b"two" in received(pull), pull.raw)
 
 
 def test_a_feed_goes_to_its_worker_alone(context: Sockets) -> None:
     router = context.feed_router(SESSION, None, "127.0.0.1", [0])
     dealers = [context.feed_dealer(SESSION, None, worker, "127.0.0.1:1", router.port) for worker in range(2)]
-    stranger = context.feed_dealer("f" * 32, None, 0, "127.0.0.1:1", router.port)
-    for dealer in [stranger, *dealers]:
-        dealer.send([b"credit"])
+    stranger = context.feed_dealer(OTHER, None, 0, "127.0.0.1:1", router.port)
+    for each in [stranger, *dealers]:
+        each.send([b"credit"])
     arrived: list[list[bytes]] = []
-    wait_until(lambda: arrived.extend(router.receive_all()) or len(arrived) == 3, router.raw)
+    context.wait_until(lambda: arrived.extend(router.receive_all()) or len(arrived) == 2, router.raw)
     for worker in range(2):
         router.send(worker, [b"for %d" % worker])
-    for worker, dealer in enumerate(dealers):
-        wait_until(lambda dealer=dealer, worker=worker: dealer.receive() == b"for %d" % worker, dealer.raw)
+    for worker, each in enumerate(dealers):
+        context.wait_until(lambda each=each, worker=worker: each.receive() == b"for %d" % worker, each.raw)
     assert stranger.receive() is None
 
 
 LEFT_ALONE = """
-import time, zmq
+import socket, struct, time
 from rpc_reading_service import transport
-push = transport.Context().push("0" * 32, None, "127.0.0.1", [0])
-with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-    stranger.linger = 1000
-    stranger.heartbeat_ivl = 100
-    stranger.connect(f"tcp://127.0.0.1:{push.port}")
-    for _ in range(900):
-        stranger.send(bytes(4000))
-    time.sleep(0.5)  # its own heartbeats come behind what nobody reads
+
+context = transport.Context()
+gate = context.gate(lambda *_: True)
+router = context.router("127.0.0.1", 0)
+poller = transport.Poller()
+poller.watch(gate.raw)
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\0NULL" + bytes(48)
+ready = b"\\x05READY\\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+with socket.create_connection(("127.0.0.1", router.port), 5.0) as stranger:
+    stranger.sendall(greeting + bytes([4, len(ready)]) + ready)
+    while len(stranger.recv(65, socket.MSG_PEEK)) < 65:  # it is not let in yet
+        poller.wait(0.1)
+        gate.answer()
+    stranger.sendall(2000 * b"\\0\\1x")
+    poller.forget(gate.raw)
+    poller.watch(router.raw)
+    poller.wait(5.0)
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
 time.sleep(transport.HEARTBEAT_MS / 1000 + 1.0)
-list(push.receive_all())
+assert list(router.receive_all(1))
 print("alive")
-push.close()
+router.close()
+gate.close()
 """
 
 

@@ -142,15 +142,18 @@ def test_a_new_epoch_drops_what_is_gathered(quick: Mailbox) -> None:
 def test_whoever_sends_hears_what_has_come(quick: Mailbox) -> None:
     """The other thread may not be told of it: sending takes the news from the descriptor that it polls."""
     context = transport.Context()
+    gate = context.session_gate(SESSION, None)
     push, pull = context.push(SESSION, None, "127.0.0.1", [0]), context.pull(SESSION)
-    outlet = ClientOutlet(quick, push, Packer(SESSION, 0, 0), lambda parcel: None, quick._waker)
+    outlet = ClientOutlet(quick, push, Packer(SESSION, 0, 0), lambda parcel: None)
     connection = pull.connect(transport.beside("127.0.0.1:1", push.port))
     quick.put(small(0))
     deadline = transport.Deadline(10.0)
     while quick._window.consumed == 0:
-        outlet.send()
+        outlet.pump()
+        gate.answer()
         pull.send(connection, messages.encode(Credit(SESSION, 0, 0, 1, 1, False)))
         assert not deadline.expired
     push.close()
     pull.close()
+    gate.close()
     context.close()
