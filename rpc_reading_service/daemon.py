@@ -472,8 +472,6 @@ class Daemon:
                 self._start_waiting()
 
     def _patience(self) -> float:
-        if self._gate.behind and not self._flooded:
-            return 0.0
         now = time.monotonic()
         moments = [worker.kill_at - now for session in self._sessions.values() for worker in session.workers.values()]
         tick = floods.CHECK_S if self._router.has_strangers(self._trusted()) else TICK_S
@@ -483,13 +481,11 @@ class Daemon:
 
     def _receive_some(self, now: float) -> bool:
         """Until the next look for floods, which may be what takes so long; whether it was everything."""
-        received = 0
         for request in self._router.receive_all(MESSAGES_PER_TURN):
             self._receive(request, now)
-            received += 1
             if time.monotonic() > max(self._floods_at, now):
-                return False
-        return received < MESSAGES_PER_TURN
+                break
+        return not self._router.behind
 
     def _receive(self, request: transport.Request, now: float) -> None:
         try:
@@ -890,8 +886,8 @@ class Daemon:
             cut = self._router.cut_floods(self._trusted())
             self._floods_at = now + floods.CHECK_S
             self._flooded |= bool(cut)
-            for peer in cut:
-                self._strangers.note(peer, "was cut off: it has no session, and sends more than can be read")
+            for peer, why in cut:
+                self._strangers.note(peer, f"was cut off: it has no session, and {why}")
 
     def _explain(self, failure: transport.Failure) -> str:
         if failure is transport.Failure.MISMATCH:

@@ -3,25 +3,27 @@
 libzmq reads from every connection as fast as it can, and keeps what it has read. Its own mark for that (``RCVHWM``)
 does not count the frames of a message that never ends, and may end the process (``transport.HEARTBEAT_TIMEOUT_MS``). So
 the kernel is asked how much each connection has brought; what has been read of it is known; and if the difference is
-too much for all connections together, those that bring it are shut down. What they have left behind counts until it has
-been read; a daemon lets nobody new in before that (``transport.Gate``).
+too much for all connections together, those that bring most are shut down. They leave behind what libzmq has read of
+them already; a daemon lets nobody new in before that has been read (``transport.Gate``).
+
+A connection alone costs some 40 KB, so that their number is bounded, too.
 """
 
-import os
+import ctypes
 import socket
 import struct
 import time
-from collections.abc import Container
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-MOST_UNREAD_BYTES = 2 << 20
+MOST_UNREAD_BYTES = 256 << 10
 """For all strangers together. A message of one byte takes three on the wire and twenty times as much in memory."""
 
-HARMLESS_BYTES = 64 << 10
-"""Who has brought less is not shut down for what others have brought."""
+MOST_STRANGERS = 2000
+"""The oldest leave first: who is of good will has a session soon."""
 
-CHECK_S = 0.1
+CHECK_S = 0.02
 """How often to look while there are strangers: what they send within it comes on top."""
 
 HANDSHAKE_BYTES = 1024
@@ -29,6 +31,9 @@ HANDSHAKE_BYTES = 1024
 
 HEARTBEAT_BYTES_PER_S = 16
 """More than ZMTP's heartbeats, which nobody reads but libzmq."""
+
+TOO_MUCH = "sends more than can be read"
+TOO_MANY = f"more than {MOST_STRANGERS} others have none"
 
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
@@ -40,14 +45,23 @@ class Connection:
 
     peer: str
     """Its IP address."""
-    since: float = field(default_factory=time.monotonic)
     read: int = 0
     """Bytes of it that have been read, headers of frames included."""
+    own: float = 0.0
+    """Bytes that are taken for libzmq's own."""
+    more_own: float = HANDSHAKE_BYTES
+    """Bytes that may be taken for that from now on: who brings nothing saves nothing up for later."""
+    checked: float = field(default_factory=time.monotonic)
 
     def unread(self, received: int, now: float) -> int:
         """Bytes that wait, not counting what is libzmq's own."""
-        own = HANDSHAKE_BYTES + int(HEARTBEAT_BYTES_PER_S * (now - self.since))
-        return max(0, received - self.read - own)
+        self.more_own = min(HANDSHAKE_BYTES, self.more_own + HEARTBEAT_BYTES_PER_S * (now - self.checked))
+        self.checked = now
+        waiting = received - self.read - self.own
+        own = min(waiting, self.more_own)  # negative, if what was taken for that has been read meanwhile
+        self.own += own
+        self.more_own -= own
+        return int(waiting - own)
 
 
 class Floods:
@@ -57,9 +71,9 @@ class Floods:
         self._most = most
         self._connections: dict[int, Connection] = {}
         self._cut: set[int] = set()
-        self._left = 0
 
     def accepted(self, descriptor: int, peer: str) -> None:
+        self._connections.pop(descriptor, None)  # the new one is the newest
         self._connections[descriptor] = Connection(peer)
         self._cut.discard(descriptor)
 
@@ -78,44 +92,61 @@ class Floods:
         """Whether a message came by a connection that was shut down: nobody has to look at it."""
         return descriptor in self._cut
 
-    def cut(self, trusted: Container[int]) -> list[str]:
-        """Shut down what is too much; returns the IP address of each that was."""
-        excess = self._excess(trusted)
+    def cut(self, trusted: Container[int], now: float) -> list[tuple[str, str]]:
+        """Shut down what is too much; returns the IP address of each that was, and why."""
+        # Of the trusted ones as well, whose heartbeats would count at once on the day that they are not.
+        unread = {each: one.unread(received(each), now) for each, one in self._connections.items()}
+        strangers = self.strangers(trusted)
+        excess = dict.fromkeys(strangers[: max(0, len(strangers) - MOST_STRANGERS)], TOO_MANY)
+        excess |= dict.fromkeys(self._loudest({each: unread[each] for each in strangers}), TOO_MUCH)
         self._cut.update(excess)
-        self._left += sum(excess.values())
-        return [self._connections[descriptor].peer for descriptor in excess if shut_down(descriptor)]
+        return [(self._connections[each].peer, why) for each, why in excess.items() if shut_down(each)]
 
-    def everything_is_read(self) -> None:
-        """Of those that were shut down, too."""
-        self._left = 0
-
-    def _excess(self, trusted: Container[int]) -> dict[int, int]:
-        """If all together are beyond the bound: those that are not harmless, and the bytes of each."""
-        now = time.monotonic()
-        unread = {each: self._connections[each].unread(received(each), now) for each in self.strangers(trusted)}
-        if self._left + sum(unread.values()) <= self._most:
-            return {}
-        return {descriptor: nbytes for descriptor, nbytes in unread.items() if nbytes > HARMLESS_BYTES}
+    def _loudest(self, unread: dict[int, int]) -> list[int]:
+        """Without whom the others are within the bound."""
+        total, loudest = sum(unread.values()), []
+        for each in sorted(unread, key=unread.__getitem__, reverse=True):
+            if total <= self._most:
+                break
+            total -= unread[each]
+            loudest.append(each)
+        return loudest
 
 
-def received(descriptor: int) -> int:
-    """Bytes that a TCP connection has brought; 0 if it is none, or is gone."""
+@contextmanager
+def borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A connection that belongs to libzmq.
+
+    Raises:
+        OSError: it is gone.
+    """
+    connection = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=descriptor)
     try:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
-    except OSError:
-        return 0
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-        return int(_BYTES_RECEIVED.unpack(info)[0])
-    except (OSError, struct.error):
-        return 0
+        yield connection
     finally:
         connection.detach()
 
 
+def received(descriptor: int) -> int:
+    """Bytes that a TCP connection has brought; 0 if it is none, or is gone."""
+    with suppress(OSError, struct.error), borrowed(descriptor) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+        return int(_BYTES_RECEIVED.unpack(info)[0])
+    return 0
+
+
+_libc = ctypes.CDLL(None)
+
+_NOBODY = bytes(16)
+"""A ``struct sockaddr`` of AF_UNSPEC."""
+
+
 def shut_down(descriptor: int) -> bool:
-    """End a connection that belongs to libzmq, which notices and closes it; False if it is gone already."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-        return True
+    """End a connection that belongs to libzmq, which notices and closes it; False if it is gone already.
+
+    What the kernel still has of it is thrown away. After ``shutdown`` libzmq would go on and read it.
+    """
+    with suppress(OSError), borrowed(descriptor) as connection:
+        connection.getpeername()
+        return int(_libc.connect(descriptor, _NOBODY, len(_NOBODY))) == 0
     return False

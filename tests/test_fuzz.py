@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,23 +216,27 @@ FLOODS = {
     "a message of frames of a byte without an end": 20_000 * wire_frame(b"x", more=True),
 }
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+HANDSHAKE = HALVES["a greeting"] + bytes([4, len(READY)]) + READY
 FLOODERS = 8
 FLOOD_S = 2.0
 NOTHING_BYTES = 32 << 20
 """What a second of a flood's messages would take, when they were kept, was ten times as much."""
 
-FLOOD_GROWTH_BYTES = 600 << 20
-"""An endless message alone took 2.8 GB in 4 s when nothing bounded it."""
+FLOOD_GROWTH_BYTES = 200 << 20
+"""Far more than the 10 to 80 MB that it takes. An endless message took 2.8 GB in 4 s when nothing bounded it."""
+
+MANY_FLOODERS = 500
+LITTLE_BYTES = 60_000
+STORM_S = 4.0
 
 
 def shout(port: int, data: bytes, stop: threading.Event) -> None:
     """Send as fast as the other end takes it; whoever is shut out comes back at once."""
     while not stop.is_set():
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0) as connection:
-            connection.sendall(HALVES["a greeting"] + bytes([4, len(READY)]) + READY)
-            if (
-                len(connection.recv(65, socket.MSG_WAITALL)) == 65
-            ):  # messages before the end of its greeting are refused
+            connection.sendall(HANDSHAKE)
+            # Messages before the end of its greeting are refused.
+            if len(connection.makefile("rb").read(65)) == 65:
                 while not stop.is_set():
                     connection.sendall(data)
 
@@ -246,9 +250,10 @@ def peak_memory(process: psutil.Process, seconds: float) -> int:
 
 
 @contextlib.contextmanager
-def flooded(port: int, what: str) -> Iterator[None]:
+def during(act: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Several threads do it meanwhile."""
     stop = threading.Event()
-    threads = [threading.Thread(target=shout, args=(port, FLOODS[what], stop)) for _ in range(FLOODERS)]
+    threads = [threading.Thread(target=act, args=(*args, stop)) for _ in range(FLOODERS)]
     for thread in threads:
         thread.start()
     try:
@@ -264,12 +269,49 @@ def test_a_flood_that_is_faster_than_it_can_be_read_is_cut_off(what: str) -> Non
     with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
         iterator, process = iter(loader), psutil.Process(daemon.process.pid)
         elements, before = [next(iterator)], process.memory_info().rss
-        with flooded(daemon.port, what):
+        with during(shout, daemon.port, FLOODS[what]):
             peak = peak_memory(process, FLOOD_S)
             elements += iterator
         assert elements == list(range(3000))
         assert peak - before < FLOOD_GROWTH_BYTES
         daemon.wait_for_line("127.0.0.1 was cut off: it has no session, and sends more than can be read")
+
+
+def come_and_go(port: int, stop: threading.Event) -> None:
+    while not stop.is_set():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0) as connection:
+            connection.sendall(HANDSHAKE)
+            connection.recv(64)
+
+
+def test_connections_that_come_and_go_as_fast_as_they_can_take_little() -> None:
+    """Each that the daemon has not answered takes 50 KB; they were half a gigabyte a second."""
+    with running("--port", "0", "--slots", "1") as daemon, load(daemon, None) as loader:
+        iterator, process = iter(loader), psutil.Process(daemon.process.pid)
+        elements, before = [next(iterator)], process.memory_info().rss
+        with during(come_and_go, daemon.port):
+            assert peak_memory(process, STORM_S) - before < GROWTH_BYTES
+            elements += iterator
+        assert elements == list(range(3000))
+
+
+def test_many_who_bring_little_each_are_bounded_together() -> None:
+    """Each brings an endless message; 60 KB of it were 1.3 MB, for good."""
+    with running("--port", "0", "--slots", "1") as daemon, contextlib.ExitStack() as stack:
+        assert daemon.line
+        before = psutil.Process(daemon.process.pid).memory_info().rss
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), PATIENCE_S))
+            for _ in range(MANY_FLOODERS)
+        ]
+        for connection in connections:
+            connection.sendall(HANDSHAKE)
+        for connection in connections:
+            with contextlib.suppress(OSError):  # cut off, for the others' messages
+                assert len(connection.makefile("rb").read(65)) == 65
+                connection.sendall(LITTLE_BYTES // 3 * wire_frame(b"x", more=True))
+        daemon.wait_for_line("127.0.0.1 was cut off: it has no session, and sends more than can be read")
+        assert psutil.Process(daemon.process.pid).memory_info().rss - before < GROWTH_BYTES
 
 
 def test_of_a_flood_at_a_workers_data_port_nothing_is_kept() -> None:
@@ -279,7 +321,7 @@ def test_of_a_flood_at_a_workers_data_port_nothing_is_kept() -> None:
         (worker,) = loader.reading_service._client._session.workers
         before = process.memory_info().rss
         for what in FLOODS:
-            with flooded(worker.port, what):
+            with during(shout, worker.port, FLOODS[what]):
                 assert peak_memory(process, FLOOD_S / 2) - before < NOTHING_BYTES, what
         elements += iterator
         assert elements == list(range(3000))

@@ -20,6 +20,7 @@ from daemons import Daemon, running
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
+from zmq.utils.monitor import recv_monitor_message
 
 from rpc_reading_service import CurveKeys, KeysError, RPCReadingService, messages, security, transport
 from rpc_reading_service import daemon as daemon_module
@@ -295,7 +296,7 @@ def handshake(address: str, keys: CurveKeys | None) -> bool:
             transport.Lock(keys.pair, keys.server).put_on(dealer)
         dealer.connect(f"tcp://{address}")
         assert monitor.poll(PATIENCE_S * 1000)
-        event = zmq.utils.monitor.recv_monitor_message(monitor)
+        event = recv_monitor_message(monitor)
         dealer.disable_monitor()
         return bool(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 

@@ -13,6 +13,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rpc_reading_service import transport
+from rpc_reading_service.floods import TOO_MUCH, Floods
+from rpc_reading_service.floods import received as received_bytes
 from rpc_reading_service.security import Pair
 
 SESSION = "0123456789abcdef" * 2
@@ -78,15 +80,18 @@ class Relay:
 
 
 class Sockets(transport.Context):
-    """A context that lets in whoever belongs to the session.
+    """A context that lets in whoever belongs to the session, or everybody.
 
     It closes what was opened in it one by one, as pyzmq wants it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everybody: bool = False) -> None:
         super().__init__()
         self._opened: list[Any] = []
-        self._gate = self.session_gate(SESSION, None)
+        self._gate = self.gate(lambda *_: True) if everybody else self.session_gate(SESSION, None)
+
+    def router(self, *args: Any) -> transport.Router:
+        return self._note(super().router(*args))
 
     def pull(self, *args: Any) -> transport.Pull:
         return self._note(super().pull(*args))
@@ -128,6 +133,14 @@ class Sockets(transport.Context):
 def context() -> Iterator[Sockets]:
     context = Sockets()
     yield context
+    context.close()
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[Sockets, transport.Router]]:
+    """Of a daemon without keys, and its context."""
+    context = Sockets(everybody=True)
+    yield context, context.router("127.0.0.1", 0)
     context.close()
 
 
@@ -221,21 +234,15 @@ def test_a_worker_hears_its_client_and_no_other_worker(context: Sockets, push: t
     assert heard == [b"credit"]
 
 
-def test_those_who_ask_to_be_let_in_without_end_are_answered_bit_by_bit(context: Sockets) -> None:
-    many = transport.MESSAGES_AT_ONCE + 50
-    gate, asking = context._gate, context._context.socket(zmq.DEALER)
-    with asking:
+def test_everybody_who_asks_to_be_let_in_is_answered(context: Sockets) -> None:
+    with context._context.socket(zmq.DEALER) as asking:
         asking.connect("inproc://zeromq.zap.01")
-        for number in range(many):
+        for number in range(500):
             password = transport._password(SESSION if number % 2 else OTHER).encode()
             asking.send_multipart([b"", b"1.0", b"%d" % number, b"", b"127.0.0.1", b"", b"PLAIN", b"", password])
-        answers = []
-        for _ in range(2):
-            gate.answer()
-            answers.append([answer[3] for answer in transport._drain(asking)])
-            assert gate.behind == (len(answers) == 1)
-    assert [len(each) for each in answers] == [transport.MESSAGES_AT_ONCE, 50]
-    assert answers[0] + answers[1] == [b"400", b"200"] * (many // 2)
+        context._gate.answer()
+        answers = [(int(answer[2]), answer[3]) for answer in transport._drain(asking)]
+    assert answers == [(number, b"200" if number % 2 else b"400") for number in range(500)]
 
 
 def test_each_worker_is_told_what_is_meant_for_it(context: Sockets) -> None:
@@ -287,6 +294,40 @@ def test_a_feed_goes_to_its_worker_alone(context: Sockets) -> None:
     for worker, each in enumerate(dealers):
         context.wait_until(lambda each=each, worker=worker: each.receive() == b"for %d" % worker, each.raw)
     assert stranger.receive() is None
+
+
+def test_what_was_cut_off_and_is_left_to_be_read_is_not_everything(router: tuple[Sockets, transport.Router]) -> None:
+    """It was taken for that, so that who was cut off came back at once, and the next flood on top."""
+    context, ours = router
+    with dealer(ours.port, None) as (stranger, _):
+        for _ in range(250):
+            stranger.send(bytes(100))
+        context.wait_until(lambda: ours.has_strangers(()))
+        (connection,) = ours._floods.strangers(())
+        context.wait_until(lambda: received_bytes(connection) > 250 * 100)
+        ours._floods = Floods(most=0)
+        ours._floods.accepted(connection, "192.0.2.1")
+        assert ours.cut_floods(()) == [("192.0.2.1", TOO_MUCH)]
+        seen = []
+        for _ in range(4):
+            assert list(ours.receive_all(100)) == []
+            seen.append(ours.behind)
+        assert seen[-1] is False
+        assert seen[:2] == [True, True]
+
+
+def test_many_who_come_at_once_are_taken_notice_of_bit_by_bit(router: tuple[Sockets, transport.Router]) -> None:
+    """A daemon that heard them out, while more came, said nothing to its clients for ten seconds."""
+    _, ours = router
+    with contextlib.ExitStack() as stack:
+        for _ in range(transport.EVENTS_AT_ONCE + 20):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", ours.port), PATIENCE_S))
+            assert stranger.recv(1) == b"\xff"  # it was accepted
+        counts = []
+        for _ in range(2):
+            ours.has_strangers(())
+            counts.append(len(ours._floods.strangers(())))
+    assert counts == [transport.EVENTS_AT_ONCE, transport.EVENTS_AT_ONCE + 20]
 
 
 LEFT_ALONE = """
