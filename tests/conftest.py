@@ -60,14 +60,29 @@ def slow_link() -> Iterator[str]:
             yield f"{HOSTS[1]}:{ports[0]}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of the daemon and of one client."""
+@pytest.fixture(scope="session")
+def make_keys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes folders of keys, of a daemon and of one client."""
     from rpc_reading_service import security
 
-    folder = tmp_path_factory.mktemp("keys")
-    security.create(folder)
-    return folder
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("keys")
+        security.create(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(make_keys: Callable[[], Path]) -> Path:
+    """Keys of the daemon and of one client."""
+    return make_keys()
+
+
+@pytest.fixture(scope="module")
+def other(make_keys: Callable[[], Path]) -> Path:
+    """Keys of somebody else."""
+    return make_keys()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
 import rpc_reading_service
-from rpc_reading_service import RPCReadingService, security
+from rpc_reading_service import RPCReadingService
 
 CAN_MOUNT = os.getuid() == 0 and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
 pytestmark = [
@@ -48,18 +48,15 @@ def keys_of(uid: int, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("client")
-    security.create(folder)
-    return folder
+def client_keys(other: Path, folder: Path) -> Path:
+    """Apart from the daemon's, with which they fit."""
+    (folder / "allowed" / "client.pub").write_text((other / "client.pub").read_text())
+    (other / "server.pub").write_text((folder / "server.pub").read_text())
+    return other
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, client_keys: Path) -> Iterator[Daemon]:
-    folder = tmp_path_factory.mktemp("server")
-    security.create(folder)
-    (folder / "allowed" / "client.pub").write_text((client_keys / "client.pub").read_text())
-    (client_keys / "server.pub").write_text((folder / "server.pub").read_text())
+def daemon(folder: Path, client_keys: Path) -> Iterator[Daemon]:
     keys_of(SERVER, folder)
     options = ["--port", "0", "--slots", "2", "--keys", str(folder)]
     started = Daemon(*options, command=confined(SERVER, folder))

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -28,7 +28,16 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def daemon(folder: Path) -> Iterator[Daemon]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the daemon, its workers and clients in other processes put temporary files."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path, temporary: Path) -> Iterator[Daemon]:
     with running("--port", "0", "--slots", str(SLOTS), "--keys", str(folder)) as started:
         assert started.line
         yield started
@@ -93,24 +102,44 @@ def killed_client(daemon: Daemon, folder: Path) -> None:
 WAYS = [finished, broken_off, failed, killed_worker, refused]
 
 
-def holds(daemon: Daemon) -> tuple[int, int, int]:
-    """Descriptors, threads and children of the daemon once the last session's slots are free."""
-    process = psutil.Process(daemon.process.pid)
-    return process.num_fds(), process.num_threads(), len(daemon.family())
+class Holds(NamedTuple):
+    """What the daemon and its family hold."""
+
+    descriptors: int
+    threads: int
+    children: int
+    ports: int
+
+    @classmethod
+    def now(cls, daemon: Daemon) -> "Holds":
+        process, family = psutil.Process(daemon.process.pid), daemon.family()
+        listening = [
+            each
+            for one in (process, *family)
+            for each in one.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        ]
+        return cls(process.num_fds(), process.num_threads(), len(family), len(listening))
 
 
-def test_sessions_ended_in_every_way_leave_nothing(daemon: Daemon, folder: Path) -> None:
-    process, shm = psutil.Process(daemon.process.pid), Path("/dev/shm")
+def test_sessions_ended_in_every_way_leave_nothing(daemon: Daemon, folder: Path, temporary: Path) -> None:
+    process, ours, shm = psutil.Process(daemon.process.pid), psutil.Process(), Path("/dev/shm")
     for way in itertools.islice(itertools.cycle(WAYS), WARM_UP):
         way(daemon, folder)
     before, memory, files = settled(daemon, None), process.memory_info().rss, set(os.listdir(shm))
+    here, kept = (ours.num_fds(), ours.memory_info().rss), sorted(temporary.rglob("*"))
     for number, way in zip(range(SESSIONS), itertools.cycle(WAYS), strict=False):
         (killed_client if number % 20 == 19 else way)(daemon, folder)
         if number % 20 == 19:
             wait_for_slots(daemon, folder)
+    with load(daemon, folder, num_workers=SLOTS) as loader:  # all slots are free
+        assert len(list(loader)) == 50
     assert settled(daemon, before) == before
     assert process.memory_info().rss - memory < GROWTH_BYTES
+    assert ours.num_fds() <= here[0]
+    assert ours.memory_info().rss - here[1] < GROWTH_BYTES
     assert set(os.listdir(shm)) <= files
+    assert sorted(temporary.rglob("*")) == kept
     assert "Traceback" not in daemon.errors
 
 
@@ -124,11 +153,11 @@ def wait_for_slots(daemon: Daemon, folder: Path) -> None:
             assert not deadline.expired
 
 
-def settled(daemon: Daemon, wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
+def settled(daemon: Daemon, wanted: Holds | None) -> Holds:
     """What the daemon holds, once it is as wanted, or does not change for a second."""
-    deadline, held, since = transport.Deadline(10.0), holds(daemon), time.monotonic()
+    deadline, held, since = transport.Deadline(10.0), Holds.now(daemon), time.monotonic()
     while held != wanted and not deadline.expired and (wanted is not None or time.monotonic() - since < 1.0):
         time.sleep(0.1)
-        if (now := holds(daemon)) != held:
+        if (now := Holds.now(daemon)) != held:
             held, since = now, time.monotonic()
     return held

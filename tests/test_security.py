@@ -34,14 +34,6 @@ NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of somebody else."""
-    folder = tmp_path_factory.mktemp("other")
-    security.create(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     """With keys."""
     with running("--port", "0", "--slots", "3", "--keys", str(folder)) as started:
