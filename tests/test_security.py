@@ -1,7 +1,9 @@
 """Keys: who is let in, what is said to everybody else, and what can be read on the wire."""
 
 import contextlib
+import hashlib
 import os
+import pickle
 import re
 import socket
 import stat
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 from click.testing import CliRunner
-from daemons import Daemon, running
+from daemons import Daemon, running, until, workers_of
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -324,11 +326,8 @@ def dealer_to(address: str, keys: CurveKeys | None) -> Iterator[transport.Dealer
 def ask(dealer: transport.Dealer, message: messages.Message) -> Any:
     """A daemon's one answer."""
     dealer.send([messages.encode(message)])
-    poller = transport.Poller()
-    poller.watch(dealer.raw)
-    assert poller.wait(PATIENCE_S)
-    (frames,) = dealer.receive_all()
-    return messages.decode(frames[0], messages.FromDaemon)
+    (answer,) = receive(dealer, 1)
+    return answer
 
 
 def test_another_client_that_is_let_in_cannot_touch_a_session(daemon: Daemon, folder: Path, other: Path) -> None:
@@ -344,6 +343,66 @@ def test_another_client_that_is_let_in_cannot_touch_a_session(daemon: Daemon, fo
             assert list(iterator) == list(range(50))
     finally:
         entry.unlink()
+
+
+# Nothing of a stranger's is unpickled.
+
+
+class Bomb:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self._path), "w")
+
+
+def throw(dealer: transport.Dealer, bomb: bytes, ticket: str = "", secret: bytes = b"") -> str:
+    """All that a client sends until its graph is loaded, and a pickle alone; returns the session's name."""
+    session, digest = os.urandom(16).hex(), hashlib.sha256(bomb).hexdigest()
+    dealer.send([messages.encode(messages.OpenSession(session, 0, "a test", 1, digest, len(bomb), ticket))])
+    dealer.send([messages.encode(messages.GraphChunk(session, 0)), bomb])
+    dealer.send([messages.encode(messages.StartWorker(session, 0, 0, 2, 1, 1, 1000)), secret])
+    dealer.send([bomb])
+    return session
+
+
+def test_what_somebody_sends_who_is_not_let_in_is_never_unpickled(
+    daemon: Daemon, open_daemon: Daemon, folder: Path, other: Path, tmp_path: Path
+) -> None:
+    ours, bomb = CurveKeys.load(folder), pickle.dumps(Bomb(tmp_path / "made"))
+    with contextlib.ExitStack() as stack, load(daemon.address, folder, num_workers=1) as loader:
+        iterator = iter(loader)
+        (worker,) = loader.reading_service._client._session.workers
+        for address in (daemon.address, f"127.0.0.1:{worker.port}"):
+            for keys in (None, CurveKeys(CurveKeys.load(other).secret, ours.server)):
+                stranger = stack.enter_context(dealer_to(address, keys))
+                throw(stranger, bomb, secret=Pair.new().raw)
+                until(lambda stranger=stranger: stranger.events() != (False, None))  # it is turned away
+        unasked = stack.enter_context(dealer_to(open_daemon.address, None))
+        answers = [messages.SessionClosed(throw(unasked, bomb), daemon_module.UNKNOWN)] * 3
+        assert receive(unasked, 3) == answers
+        assert list(iterator) == list(range(50))
+    assert not (tmp_path / "made").exists()
+    assert not workers_of(open_daemon.process.pid)
+    # Of whoever is let in it is unpickled: this is where to look.
+    with dealer_to(daemon.address, ours) as dealer:
+        session = throw(dealer, bomb, ask(dealer, hello()).ticket, Pair.new().raw)
+        until((tmp_path / "made").exists)
+        dealer.send([messages.encode(messages.CloseSession(session))])
+        until(lambda: not workers_of(daemon.process.pid))
+
+
+def receive(dealer: transport.Dealer, count: int) -> list[Any]:
+    """So many answers."""
+    answers: list[Any] = []
+    poller = transport.Poller()
+    poller.watch(dealer.raw)
+    while len(answers) < count:
+        assert poller.wait(PATIENCE_S)
+        answers += [messages.decode(frames[0], messages.FromDaemon) for frames in dealer.receive_all()]
+    return answers
 
 
 # Without keys, on one machine.
