@@ -656,7 +656,7 @@ def _build(
     if start.is_dispatching:
         mailbox, router = DispatchMailbox(start, waker, logbook), context.feed_router(start.session, pair, host, ports)
         outlet, port = FeedOutlet(mailbox, router, start.session), router.port
-        send = waker.wake  # the I/O thread alone uses this socket
+        send: Callable[[], object] = waker.wake  # the I/O thread alone uses this socket
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
         memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes, transport.Copied)
