@@ -282,6 +282,7 @@ class Session:
     """Messages of this session to its client."""
     was_in_step: bool = True
     slots: int = 0
+    graph_name: str = ""
     graph: StoredGraph | None = None
     graph_told: int = 0
     """Bytes of its graph of which its client knows that they are here."""
@@ -302,8 +303,8 @@ class Session:
         digest, nbytes = (self.graph.digest, self.graph.nbytes) if self.graph else ("", 0)
         workers = [worker.status(now) for worker in self.workers.values()]
         return SessionStatus(
-            self.session[:8], self.client[:SHORT], digest[:DIGEST], nbytes, self._state, now - self.opened, self.slots,
-            workers,
+            self.session[:8], self.client[:SHORT], digest[:DIGEST], self.graph_name, nbytes, self._state,
+            now - self.opened, self.slots, workers,
         )  # fmt: skip
 
     @property
@@ -639,9 +640,11 @@ class Daemon:
             connection = request.connection
             received, now = message.sent + 1, time.monotonic()
             session = Session(message.session, message.client, identity, connection, received, now, request.user)
+            session.graph_name = logs.printable(message.graph_name)[:SHORT]
             self._sessions[message.session] = session
             self._count(sessions=1)
-            logger.info("= %s is open, on %d slots", session, message.slots, extra=session.about())
+            opened = "= %s is open, on %d slots, with graph %s"
+            logger.info(opened, session, message.slots, session.graph_name, extra=session.about())
         session.slots = max(held, message.slots)
         session.graph = graph
         self._tell(session, SessionOpened(session.session, session.sent, session.slots, graph.complete))

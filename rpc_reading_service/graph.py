@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
@@ -31,7 +32,15 @@ from torch.utils.data.datapipes import _hook_iterator
 from torch.utils.data.datapipes._hook_iterator import _generate_input_args_string, _set_datapipe_valid_iterator_id
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph_settings import apply_sharding
-from torchdata.dataloader2.graph import DataPipe, find_dps, list_dps, replace_dp, set_graph_random_seed, traverse_dps
+from torchdata.dataloader2.graph import (
+    DataPipe,
+    DataPipeGraph,
+    find_dps,
+    list_dps,
+    replace_dp,
+    set_graph_random_seed,
+    traverse_dps,
+)
 from torchdata.dataloader2.graph.utils import _find_replicable_branches
 from torchdata.dataloader2.random import SeedGenerator
 from torchdata.dataloader2.random._philox import PhiloxEngine
@@ -58,6 +67,12 @@ IterResetFn: TypeAlias = Callable[[DataPipe], DataPipe]
 JOIN_POLL_S = 0.01
 """How often a look is taken at how far torchdata's prefetch thread is."""
 
+MOST_OF_NAME = 72
+"""Characters of a graph's name: it fits one line of 80 columns."""
+
+MOST_OF_CLASS = 30
+"""Characters of a class in it: there is always room for the source and the end."""
+
 TOLD_TO_END_S = 0.5
 """A prefetch thread of torchdata's that has been told to end, and has not after so long, is waiting for something."""
 
@@ -75,6 +90,8 @@ class Split:
     """What every worker runs on its shard."""
     dispatching: DataPipe | None
     """What one dispatching worker runs for all the others; ``branch`` has a placeholder in its place."""
+    name: str
+    """For those who see the workers run: ``FileLister -> Mapper -> Batcher``, of ``MOST_OF_NAME`` characters."""
 
 
 def split(datapipe: DataPipe, source: DataPipe) -> Split:
@@ -83,25 +100,50 @@ def split(datapipe: DataPipe, source: DataPipe) -> Split:
     Raises:
         GraphError: there is no replicable branch, or more than one.
     """
-    datapipe, dispatching = _cut_dispatching(datapipe)
     graph = traverse_dps(datapipe)
+    line = _line(graph)
+    dispatching = find_lca_round_robin_sharding_dp(graph)
+    if dispatching is not None:
+        datapipe = next(iter(replace_dp(graph, dispatching, _DummyIterDataPipe()).values()))[0]
+        graph = traverse_dps(datapipe)
     branches = _find_replicable_branches(graph)
     if len(branches) != 1:
         raise GraphError(_why_not_one_branch(datapipe, branches))
     branch = branches[0]
+    name = _name(line, dispatching if isinstance(branch, _DummyIterDataPipe) else branch)
     if branch is datapipe:
-        return Split(source, branch, dispatching)
+        return Split(source, branch, dispatching, name)
     replace_dp(graph, branch, source)
-    return Split(datapipe, branch, dispatching)
+    return Split(datapipe, branch, dispatching, name)
 
 
-def _cut_dispatching(datapipe: DataPipe) -> tuple[DataPipe, DataPipe | None]:
-    graph = traverse_dps(datapipe)
-    dispatching = find_lca_round_robin_sharding_dp(graph)
-    if dispatching is None:
-        return datapipe, None
-    graph = replace_dp(graph, dispatching, _DummyIterDataPipe())
-    return next(iter(graph.values()))[0], dispatching
+def _line(graph: DataPipeGraph) -> list[DataPipe]:
+    """From the first source to the end; of the DataPipes that one reads from, the first."""
+    line = []
+    while graph:
+        datapipe, graph = next(iter(graph.values()))
+        line.append(datapipe)
+    return line[::-1]
+
+
+def _name(line: Sequence[DataPipe], end: DataPipe) -> str:
+    """Of the part of a line that comes before what stays in the training process; the middle may be left out."""
+    after = next((number for number, datapipe in enumerate(line, 1) if datapipe is end), len(line))
+    names = [_cut(_class_name(datapipe), MOST_OF_CLASS) for datapipe in line[:after]]
+    shorter = ([names[0], "...", *names[first:]] for first in range(2, len(names)))
+    texts = (" -> ".join(each) for each in chain([names], shorter))
+    return next(text for text in texts if len(text) <= MOST_OF_NAME)
+
+
+def _class_name(datapipe: DataPipe) -> str:
+    """As users write it: ``Mapper`` is a ``MapperIterDataPipe``."""
+    name = type(datapipe).__name__
+    short = name.removesuffix("IterDataPipe").removesuffix("MapDataPipe") or name
+    return "".join(filter(str.isprintable, short))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _why_not_one_branch(datapipe: DataPipe, branches: Sequence[DataPipe]) -> str:
@@ -128,6 +170,8 @@ class Payload:
     """SHA-256 in hexadecimal."""
     dispatching: bool
     """Whether it has a part for a dispatching worker."""
+    name: str
+    """As in Split."""
 
     @property
     def chunks(self) -> list[memoryview]:
@@ -165,7 +209,7 @@ def dump(
             data = _pickle((split_.branch, split_.dispatching, init_fn, reset_fn))
         except Exception as error:  # a pickled object's own methods may raise anything
             raise GraphPickleError(_what_cannot_be_pickled(split_, init_fn, reset_fn, error)) from error
-    return Payload(data, hashlib.sha256(data).hexdigest(), split_.dispatching is not None)
+    return Payload(data, hashlib.sha256(data).hexdigest(), split_.dispatching is not None, split_.name)
 
 
 def _pickle(value: object) -> bytes:
@@ -245,8 +289,7 @@ def can_pickle(value: object) -> bool:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return _cut(repr(value), 80)
 
 
 # Seeds: drawn in the training process, one pickle for each worker and epoch.

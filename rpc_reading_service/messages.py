@@ -135,6 +135,8 @@ class OpenSession(CountedMessage, frozen=True):
     """SHA-256 of the pickled graph, in hexadecimal: a daemon keeps graphs by it."""
     graph_bytes: Count
     """Size of the pickled graph."""
+    graph_name: Short
+    """What those who run the daemon see of it: the classes of its DataPipes."""
     ticket: Text
     """As in Welcome."""
 
@@ -426,6 +428,8 @@ class SessionStatus(msgspec.Struct, frozen=True, array_like=True):
     """As in OpenSession."""
     graph: Short
     """The beginning of the pickled graph's SHA-256."""
+    graph_name: Short
+    """As in OpenSession, and printable."""
     graph_bytes: Count
     """Size of the pickled graph."""
     state: Short

@@ -82,6 +82,7 @@ def families(status: Status, taken: float) -> Iterator[Metric]:
     """
     yield from _of_daemon(status, taken)
     yield from _of_totals(status)
+    yield _of_sessions(status.sessions)
     yield from _of_workers([(session, worker) for session in status.sessions for worker in session.workers])
 
 
@@ -114,6 +115,14 @@ def _of_totals(status: Status) -> Iterator[Metric]:
     for phase, name in PHASES.items():
         seconds.add_metric([phase], getattr(totals, name))
     yield seconds
+
+
+def _of_sessions(sessions: list[SessionStatus]) -> Metric:
+    """What the figures of their workers can be joined with."""
+    names = InfoMetricFamily("rpc_reading_session", "Which graph a session runs", labels=["session"])
+    for session in sessions:
+        names.add_metric([session.session], {"graph": session.graph_name})
+    return names
 
 
 def _of_workers(workers: list[tuple[SessionStatus, WorkerStatus]]) -> Iterator[Metric]:

@@ -133,6 +133,7 @@ class Options:
             graph_digest=payload.digest,
             graph_chunks=payload.chunks,
             graph_bytes=len(payload.data),
+            graph_name=payload.name,
             dispatching=payload.dispatching,
             pool=None if own_daemons else self._pool(),
             transport=self.transport,

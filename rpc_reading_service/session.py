@@ -140,6 +140,7 @@ class SessionOptions:
     graph_digest: str
     graph_chunks: Sequence[memoryview] = field(repr=False)
     graph_bytes: int = 0
+    graph_name: str = ""
     dispatching: bool = False
     pool: Pool | None = None
     transport: str = "auto"
@@ -399,6 +400,7 @@ class ClientSession:
                 link.wanted,
                 options.graph_digest,
                 options.graph_bytes,
+                options.graph_name,
                 link.ticket,
             ),
         )

@@ -194,7 +194,8 @@ def _headline(answer: Answer) -> tuple[str, str]:
 
 def _session(session: SessionStatus) -> Iterator[RenderableType]:
     text = f"  session {session.session} of {session.client}: {session.state} for {_duration(session.seconds)}"
-    text += f", {session.slots} slot{'s' * (session.slots != 1)}, graph {session.graph} ({_size(session.graph_bytes)})"
+    text += f", {session.slots} slot{'s' * (session.slots != 1)}, "
+    text += f"graph {session.graph_name} ({session.graph}, {_size(session.graph_bytes)})"
     yield Text(logs.printable(text), overflow="fold")
     if not session.workers:
         return
@@ -279,7 +280,7 @@ def lines(answers: dict[str, Answer]) -> Iterator[str]:
             yield f"{address} down: {logs.printable(answer)}"
             continue
         for session in answer.sessions:
-            whose = f"{address} {session.session} of {session.client}, graph {session.graph}"
+            whose = f"{address} {session.session} of {session.client}, graph {session.graph_name}"
             if not session.workers:
                 yield logs.printable(f"{whose}: {session.state}")
             for worker in session.workers:

@@ -330,7 +330,7 @@ def test_slots_that_are_asked_for_again_before_the_graph_came_do_not_mean_that_i
         client.send([messages.encode(messages.Hello(messages.PROTOCOL_VERSION, versions(), "a test"))])
         ticket = ask(client).ticket
         for count in range(2):
-            client.send([messages.encode(messages.OpenSession(session, count, "a test", 1, digest, 5, ticket))])
+            client.send([messages.encode(messages.OpenSession(session, count, "a test", 1, digest, 5, "", ticket))])
             assert ask(client) == messages.SessionOpened(session, count, 1, has_graph=False)
         client.send([messages.encode(messages.CloseSession(session))])
         assert ask(client) == messages.SessionClosed(session, "")

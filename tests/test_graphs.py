@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import distributed
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2, DistributedReadingService, SequentialReadingService
 from torchdata.dataloader2.adapter import CacheTimeout, Shuffle
 from torchdata.datapipes.iter import FileLister, IterableWrapper, IterDataPipe
+from torchdata.datapipes.map import SequenceWrapper
 
-from rpc_reading_service import RPCReadingService
+from rpc_reading_service import RPCReadingService, graph
 
 TIMEOUT_S = 60.0
 
@@ -663,3 +665,48 @@ def test_namedtuples_are_collated_as_such(two_daemons: list[str], kind: Any) -> 
     assert type(first) is kind
     assert [first.label.tolist(), second.label.tolist()] == [[0, 2], [1, 3]]
     assert second.image.tolist() == [[1, 1], [3, 3]]
+
+
+# What those who run the daemons see of a graph.
+
+
+class ReaderOfPhotographsOnManyOldDisksMapDataPipe(IterDataPipe[Any]):
+    """Its name is longer than there is room for."""
+
+
+def of_odd_name() -> IterDataPipe[Any]:
+    odd: IterDataPipe[Any] = type("\x1b[2J\u202eOdd\n", (IterDataPipe,), {})()
+    return odd
+
+
+def long_line(times: int) -> Any:
+    pipe: Any = ReaderOfPhotographsOnManyOldDisksMapDataPipe()
+    for _ in range(times):
+        pipe = pipe.shuffle().map(half)
+    return pipe.collate()
+
+
+def dispatched() -> Any:
+    return IterableWrapper([]).map(half).sharding_round_robin_dispatch(SHARDING_PRIORITIES.MULTIPROCESSING)
+
+
+LONG = "ReaderOfPhotographsOnManyOl..."
+
+NAMES: dict[str, Callable[[], Any]] = {
+    "IterableWrapper": lambda: IterableWrapper([]),
+    "SequenceWrapper -> Mapper": lambda: SequenceWrapper([]).map(half),
+    "IterableWrapper -> FileLister -> ShardingFilter -> Batcher": lambda: FileLister(".").sharding_filter().batch(2),
+    "IterableWrapper -> Zipper": lambda: IterableWrapper([]).zip(IterableWrapper([1]).map(half)),
+    "IterableWrapper -> ShardingFilter": lambda: sharded([]).fullsync().prefetch(2),
+    "IterableWrapper -> Mapper -> ShardingRoundRobinDispatcher": dispatched,
+    "IterableWrapper -> Mapper -> ShardingRoundRobinDispatcher -> Batcher": lambda: dispatched().batch(2),
+    f"{LONG} -> Shuffler -> Mapper -> Collator": lambda: long_line(1),
+    f"{LONG} -> ... -> Shuffler -> Mapper -> Collator": lambda: long_line(3),
+    "[2JOdd": of_odd_name,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_is_named_by_its_datapipes_up_to_the_last_on_the_workers(name: str) -> None:
+    assert graph.split(NAMES[name](), IterableWrapper([])).name == name
+    assert len(name) <= graph.MOST_OF_NAME

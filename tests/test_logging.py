@@ -180,7 +180,9 @@ def test_a_line_has_time_level_session_and_worker(daemon: Daemon) -> None:
         list(loader)
     daemon.wait_for_line("is closed")
     lines = {message: (session, worker) for session, worker, message in parsed(daemon)}
-    opened = next(who for message, who in lines.items() if "is open, on 2 slots" in message)
+    opened = next(
+        who for message, who in lines.items() if "is open, on 2 slots, with graph IterableWrapper -> " in message
+    )
     started = next(who for message, who in lines.items() if re.search(r"worker 1 \(pid \d+\) started", message))
     assert opened == (opened[0], "-")
     assert started == (opened[0], "1")

@@ -61,6 +61,7 @@ def test_counters_add_up_to_what_the_training_got(daemon: Daemon, port: int) -> 
         busy = scrape(port)
         assert (value(busy, "rpc_reading_sessions"), value(busy, "rpc_reading_free_slots")) == (1, 0)
         assert value(busy, "rpc_reading_worker_batches_total", worker="1") == N / 2
+        assert value(busy, "rpc_reading_session_info", graph="IterableWrapper -> ShardingFilter") == 1
         assert value(busy, "rpc_reading_worker_memory_bytes") > 10**7
     until(lambda: value(scrape(port), "rpc_reading_sessions") == 0)
     after = scrape(port)

@@ -421,7 +421,7 @@ def options(**changes: Any) -> SessionOptions:
     defaults = SessionOptions(
         session=SESSION, client="trainer (pid 1)", versions=VERSIONS, num_workers=None, prefetch_count=2,
         prefetch_bytes=4_000_000, on_worker_loss="recover", timeout=60.0, connect_timeout=30.0,
-        graph_digest="d" * 64, graph_chunks=[graph[:3], graph[3:]], graph_bytes=5,
+        graph_digest="d" * 64, graph_chunks=[graph[:3], graph[3:]], graph_bytes=5, graph_name="Source -> End",
     )  # fmt: skip
     return dataclasses.replace(defaults, **changes)
 
@@ -554,7 +554,7 @@ def test_slots_are_held_once_every_daemon_has_answered() -> None:
     assert played.take(OpenSession) == []
     played.welcome("b", 3)
     assert played.take(OpenSession) == [
-        OpenSession(SESSION, 0, "trainer (pid 1)", slots, "d" * 64, 5, TICKET) for slots in (2, 3)
+        OpenSession(SESSION, 0, "trainer (pid 1)", slots, "d" * 64, 5, "Source -> End", TICKET) for slots in (2, 3)
     ]
 
 

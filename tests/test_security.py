@@ -323,10 +323,10 @@ def dealer_to(address: str, keys: CurveKeys | None) -> Iterator[transport.Dealer
         context.close()
 
 
-def ask(dealer: transport.Dealer, message: messages.Message) -> Any:
+def ask(dealer: transport.Dealer, message: messages.Message, kind: Any = messages.FromDaemon) -> Any:
     """A daemon's one answer."""
     dealer.send([messages.encode(message)])
-    (answer,) = receive(dealer, 1)
+    (answer,) = receive(dealer, 1, kind)
     return answer
 
 
@@ -394,18 +394,23 @@ def test_what_somebody_sends_who_is_not_let_in_is_never_unpickled(
         until(lambda: not workers_of(daemon.process.pid))
 
 
-def receive(dealer: transport.Dealer, count: int) -> list[Any]:
+def receive(dealer: transport.Dealer, count: int, kind: Any = messages.FromDaemon) -> list[Any]:
     """So many answers."""
     answers: list[Any] = []
     poller = transport.Poller()
     poller.watch(dealer.raw)
     while len(answers) < count:
         assert poller.wait(PATIENCE_S)
-        answers += [messages.decode(frames[0], messages.FromDaemon) for frames in dealer.receive_all()]
+        answers += [messages.decode(frames[0], kind) for frames in dealer.receive_all()]
     return answers
 
 
 # Without keys, on one machine.
+
+HOSTILE = "\x1b[2Jgraph\n" + 85 * "\x9b"
+"""The name of a graph, as long as it may be."""
+
+HARMLESS = ("\\x1b[2Jgraph\\x0a" + 85 * "\\x9b")[:100]
 
 
 def hello() -> messages.Hello:
@@ -416,9 +421,11 @@ def test_a_session_is_opened_only_by_whom_the_daemon_has_looked_at(open_daemon: 
     session = "a" * 32
     with dealer_to(open_daemon.address, None) as first, dealer_to(open_daemon.address, None) as second:
         ticket = ask(first, hello()).ticket
-        wanted = messages.OpenSession(session, 0, "a test", 1, "0" * 64, 5, ticket)
+        wanted = messages.OpenSession(session, 0, "a test", 1, "0" * 64, 5, HOSTILE, ticket)
         assert ask(second, wanted) == messages.SessionClosed(session, daemon_module.UNKNOWN)
         assert isinstance(ask(first, wanted), messages.SessionOpened)
+        status = ask(first, messages.AskStatus(messages.PROTOCOL_VERSION), messages.ToAsker)
+        assert [each.graph_name for each in status.sessions] == [HARMLESS]
         assert ask(first, messages.CloseSession(session)) == messages.SessionClosed(session, "")
 
 

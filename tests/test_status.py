@@ -98,6 +98,7 @@ def test_a_daemon_tells_what_its_sessions_and_workers_do(daemon: Daemon) -> None
             2,
         )
         assert 0 < session.seconds < busy.uptime
+        assert session.graph_name == NAMED
         pids = {each.pid for each in workers_of(daemon.process.pid)}
         assert {each.pid for each in session.workers} == pids
         assert [(each.report.worker, each.report.attempt) for each in session.workers] == [(0, 0), (1, 0)]
@@ -280,6 +281,13 @@ def test_a_name_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
 # How it is shown.
 
 
+GRAPH = f"{30 * 'S'} -> ... -> E -> {30 * 'E'}"
+"""As long as a graph's name can be."""
+
+NAMED = "IterableWrapper -> ShardingFilter -> Mapper"
+"""The graph of ``endless``."""
+
+
 def example(**worker: Any) -> Status:
     """A daemon with one session; its worker has large figures."""
     report = WorkerReport(1023, 12, Phase.CREDIT, 10**9, 10**15, 0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
@@ -287,7 +295,7 @@ def example(**worker: Any) -> Status:
     rates = {"batches_per_s": 43210.9, "bytes_per_s": 12e9}
     status_ = WorkerStatus(**{"report": report, **defaults, **rates, **worker})
     session = SessionStatus(
-        "3fa2c1d0", "\x1b[31mtrainer\n" + 90 * "x", "e5fdd16ba6ba", 10**9, "open", 7384.0, 4096, [status_]
+        "3fa2c1d0", "\x1b[31mtrainer\n" + 90 * "x", "e5fdd16ba6ba", GRAPH, 10**9, "open", 7384.0, 4096, [status_]
     )
     versions = {"rpc-reading-service": "0.1.0"}
     return Status(4, versions, "0" * 32, "cpu1", 7, 1e6, 4096, 0, "the daemon got SIGTERM", Totals(), [session])
@@ -299,8 +307,8 @@ def test_the_table_fits_into_80_columns() -> None:
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, printed.splitlines())) <= 80
     assert "\x1b" not in printed
-    for words in ("1023 (+12)", "4194304", "on standby", "43,210.9", "12,000.0", "1600", "999 GB"):
-        assert words in printed, words
+    for words in ("1023 (+12)", "4194304", "on standby", "43,210.9", "12,000.0", "1600", "999 GB", f"{GRAPH} ("):
+        assert words in " ".join(printed.split()), words
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -308,6 +316,7 @@ def test_every_phase_has_words(phase: Phase) -> None:
     report = msgspec.structs.replace(example().sessions[0].workers[0].report, phase=phase)
     (line,) = status.lines({"cpu1:5555": example(report=report, state="running")})
     assert line.startswith("cpu1:5555 3fa2c1d0 of ")
+    assert f", graph {GRAPH}: worker 1023" in line
     assert f": worker 1023 (+12) running, {status.PHASES[phase]}: 43,210.9 batches/s" in line
 
 
@@ -323,10 +332,13 @@ def test_json_has_names_for_everything(daemon: Daemon, free_port: int) -> None:
     with load(daemon, endless(), num_workers=1) as loader:
         next(iter(loader))
         result = CliRunner().invoke(main, ["status", "--json", daemon.address, f"127.0.0.1:{free_port}"])
+        printed = CliRunner().invoke(main, ["status", daemon.address]).output
     assert result.exit_code == 1
     there, down = json.loads(result.output)
     assert (there["up"], there["reason"], down["up"], down["status"]) == (True, None, False, None)
     assert "connection refused" in down["reason"]
+    assert there["status"]["sessions"][0]["graph_name"] == NAMED
+    assert f"graph {NAMED} (" in " ".join(printed.split())
     (worker,) = there["status"]["sessions"][0]["workers"]
     assert worker["report"]["phase"] in {phase.name.lower() for phase in Phase}
     assert set(worker) == set(WorkerStatus.__struct_fields__)
@@ -342,7 +354,7 @@ def test_top_without_a_terminal_prints_a_line_for_each_worker_and_interval(daemo
     assert len(lines) == 2 * 3
     for worker in ("0", "1"):
         pattern = (
-            rf"\d\d:\d\d:\d\d {daemon.address} [0-9a-f]{{8}} of .+, graph [0-9a-f]+: worker {worker} \w+, .+: "
+            rf"\d\d:\d\d:\d\d {daemon.address} [0-9a-f]{{8}} of .+, graph {NAMED}: worker {worker} \w+, .+: "
             r".* batches/s, .* MB/s, .* % CPU, .* MB"
         )
         assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 2
