@@ -177,10 +177,10 @@ class StoredGraph:
         self.received += len(data)
         return True
 
-    def load(self, forkserver: Any, limit: int | None) -> Origin | None:
-        """The process that loads a large graph for all workers, started if need be."""
+    def load(self, forkserver: Any, limit: int | None, session: str) -> Origin | None:
+        """The process that loads a large graph for all workers, started if need be, and for this session."""
         if self.origin is None and self.nbytes >= SHARED_GRAPH_BYTES:
-            self.origin = Origin(forkserver, self.fd, limit)
+            self.origin = Origin(forkserver, self.fd, limit, session)
         return self.origin
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class WorkerProcess:
     process: BaseProcess | Forked
     channel: transport.Channel
     logbook: buffers.Logbook
-    output: logs.WorkerOutput
+    output: logs.Output
     usage: usage.Usage
     kill_steps: Iterator[tuple[float, Callable[[], None]]] | None = None
     kill_at: float = float("inf")
@@ -465,12 +465,20 @@ class Daemon:
             self._look_after(session, now)
 
     def _hear_origin(self, graph: StoredGraph) -> None:
-        if graph.origin is not None and graph.origin.loading:
+        if graph.origin is None:
+            return
+        self._pass_on(graph.origin.output)
+        if graph.origin.loading:
             graph.origin.listen()
             if not graph.origin.loading:
                 self._poller.forget(graph.origin.raw)
                 logger.info("a graph of %.1f MB is %s", graph.nbytes / 1e6, graph.origin)
                 self._start_waiting()
+
+    def _pass_on(self, output: logs.Output) -> None:
+        """Log what there is to read."""
+        if output.fd in self._ready and not output.read():
+            self._poller.forget(output.fd)
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -708,7 +716,7 @@ class Daemon:
         if len(session.secret) != (0 if self.options.keys is None else SECRET_BYTES):
             return self._exited(session, message, "was not started: no key for its data port came with the request")
         try:
-            if not self._has_port() or self._is_loading(session.graph):
+            if not self._has_port() or self._is_loading(session):
                 return self._waiting.append((session, message))
             worker = self._launch(session, message)
         except (OSError, EOFError) as error:  # no descriptors; or no memory, at which the forkserver ends
@@ -725,13 +733,15 @@ class Daemon:
         ports = self.options.data_ports
         return 0 in ports or len(ports) > sum(len(session.workers) for session in self._sessions.values())
 
-    def _is_loading(self, graph: StoredGraph | None) -> bool:
+    def _is_loading(self, session: Session) -> bool:
         """Whether the workers will be forked, when the graph is loaded."""
+        graph = session.graph
         assert graph is not None
         new = graph.origin is None
-        origin = graph.load(self._forkserver, self.options.worker_memory)
+        origin = graph.load(self._forkserver, self.options.worker_memory, session.session)
         if origin is not None and new:
             self._poller.watch(origin.raw)
+            self._poller.watch(origin.output.fd)
         return origin is not None and origin.loading
 
     def _start_waiting(self) -> None:
@@ -752,7 +762,7 @@ class Daemon:
             theirs.callback(os.close, logbook_fd)
             logbook = buffers.Logbook(logbook_fd)
             ours.callback(logbook.close)
-            output = logs.WorkerOutput(session.session, message.worker)
+            output = logs.Output(session.session, message.worker)
             theirs.callback(output.started)
             ours.callback(output.close)
             options = self.options
@@ -812,8 +822,7 @@ class Daemon:
             if worker.channel.unsent:
                 worker.channel.flush()
                 self._await_room(session, worker, now)
-            if worker.output.fd in self._ready and not worker.output.read():
-                self._poller.forget(worker.output.fd)
+            self._pass_on(worker.output)
             worker.press(now)
             self._look_at(session, worker, now)
             if worker.process.exitcode is not None:
@@ -940,12 +949,18 @@ class Daemon:
         if graph is not None and not any(other.graph is graph for other in self._sessions.values()):
             if self._graphs.get(graph.digest) is graph:
                 del self._graphs[graph.digest]
-            if graph.origin is not None and graph.origin.loading:
-                self._poller.forget(graph.origin.raw)
+            if graph.origin is not None:
+                self._forget_origin(graph.origin)
             graph.close()
         logger.info("= %s is closed", session, extra=session.about())
         if not session.ending:
             self._send(session.identity, SessionClosed(session.session, ""))
+
+    def _forget_origin(self, origin: Origin) -> None:
+        if origin.loading:
+            self._poller.forget(origin.raw)
+        if not origin.output.ended:
+            self._poller.forget(origin.output.fd)
 
     def _tell(self, session: Session, message: SessionMessage) -> None:
         session.sent += 1

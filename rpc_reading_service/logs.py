@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 OUTPUT_LOGGER = "rpc_reading_service.output"
-"""What workers write; always logged, whatever ``--log-level`` is."""
+"""What workers write, and processes that load a graph for them; always logged, whatever ``--log-level`` is."""
 
 LINE_BYTES = 8192
 """A longer line of a worker's is cut into several."""
@@ -72,14 +72,18 @@ def printable(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """``time level session/worker message``, with ``-`` for whom the line is not about."""
+    """``time level session/worker message``, with ``-`` for whom the line is not about.
+
+    What no worker has written comes from the process that loads the session's graph for all of them: ``session/graph``.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(who)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         session, worker = _whom(record)
-        record.who = f"{session or '-'}/{'-' if worker is None else worker}"
+        nobody = "graph" if record.name == OUTPUT_LOGGER else "-"
+        record.who = f"{session or '-'}/{nobody if worker is None else worker}"
         record.message = printable(record.message)
         return super().formatMessage(record)
 
@@ -183,15 +187,15 @@ def stop(log: Log) -> None:
 # What a worker writes: the daemon's end.
 
 
-class WorkerOutput:
+class Output:
     """What one worker writes, line by line into the log.
 
     Args:
         session: of the worker
-        worker: the shard
+        worker: the shard; None for the process that loads the session's graph for all of them
     """
 
-    def __init__(self, session: str, worker: int) -> None:
+    def __init__(self, session: str, worker: int | None) -> None:
         self._extra = about(session, worker)
         self._logger = logging.getLogger(OUTPUT_LOGGER)
         self._rest = b""
@@ -201,7 +205,7 @@ class WorkerOutput:
             fcntl.fcntl(self.far, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def started(self) -> None:
-        """The worker has its end."""
+        """The process has its end."""
         os.close(self.far)
 
     def read(self, nbytes: int = READ_BYTES) -> bool:
@@ -248,6 +252,14 @@ def redirect(fd: int) -> None:
     libc.setvbuf(
         ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0
     )  # or C code's lines would end with the process
+
+
+def flush() -> None:
+    """Let go of what is not a whole line yet: each fork of this process would write it once more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # user code may have replaced or closed it
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _stream(fd: int) -> io.TextIOWrapper:

@@ -53,24 +53,25 @@ class Origin:
         forkserver: starts the process
         graph_fd: the pickled graph
         limit: bytes of memory that loading it may take; None if there is no limit
+        session: the one in whose name it loads the graph, for the log
     """
 
-    def __init__(self, forkserver: Any, graph_fd: int, limit: int | None) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        self._process: BaseProcess = forkserver.Process(
-            target=_serve, args=(DupFd(theirs.fileno()), DupFd(graph_fd), limit), name="rpc-reading-origin"
-        )
+    def __init__(self, forkserver: Any, graph_fd: int, limit: int | None, session: str) -> None:
         self.loading = True
         self.loaded = False
         self._has_forked = False
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self.output = logs.Output(session, None)
+            theirs.callback(self.output.started)
+            ours.callback(self.output.close)
+            self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.enter_context(far)
+            ours.callback(self._socket.close)
+            self._socket.setblocking(False)
+            args = DupFd(far.fileno()), DupFd(graph_fd), DupFd(self.output.far), limit
+            self._process: BaseProcess = forkserver.Process(target=_serve, args=args, name="rpc-reading-origin")
             self._process.start()
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
+            ours.pop_all()
 
     def __str__(self) -> str:
         return "loaded once, for all workers" if self.loaded else "loaded by each worker for itself"
@@ -114,6 +115,7 @@ class Origin:
         if not self._has_forked:
             self._process.kill()
         self._socket.close()
+        self.output.close()
 
 
 class Forked:
@@ -162,13 +164,15 @@ class Forked:
 # The process.
 
 
-def _serve(socket_fd: Any, graph_fd: Any, limit: int | None) -> None:
+def _serve(socket_fd: Any, graph_fd: Any, output_fd: Any, limit: int | None) -> None:
+    logs.redirect(output_fd.detach())
     from rpc_reading_service import worker
 
     worker.become_worker()
     channel = socket.socket(fileno=socket_fd.detach())
     with _ended_by_a_hangup(channel):
         parts = _load(graph_fd.detach(), limit)
+    logs.flush()
     if parts is not None:
         gc.collect()
         gc.freeze()  # the collector would write to every object

@@ -24,7 +24,7 @@ from rpc_reading_service import RPCReadingService, logs, status
 from rpc_reading_service.daemon import SHARED_GRAPH_BYTES
 
 N = 20
-LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ ([0-9a-f]{8}|-)/(\d+|-) (.*)")
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ ([0-9a-f]{8}|-)/(\d+|graph|-) (.*)")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +102,43 @@ def test_workers_that_are_forked_with_their_graph_write_to_the_log_as_well(daemo
         assert list(loader) == lengths
     daemon.wait_for_line("loaded once, for all workers")
     until(lambda: {("0", f"of length {lengths[0]}"), ("1", "of length 1")} <= {each[1:] for each in parsed(daemon)})
+
+
+class Talkative:
+    """Writes when it is loaded in another process than the one that made it."""
+
+    def __reduce__(self) -> Any:
+        return _talk, (os.getpid(),)
+
+    def __call__(self, element: bytes) -> int:
+        return len(element)
+
+
+def _talk(pid: int) -> Talkative:
+    if os.getpid() != pid:
+        print("loading")
+        warnings.warn("takes long", stacklevel=1)
+        subprocess.run(["echo", "a child"], check=True)
+        ctypes.CDLL(None).printf(b"C has no newline, ")
+        sys.stdout.write("nor has Python")
+    return Talkative()
+
+
+def test_what_modules_write_while_a_graph_is_loaded_for_all_workers_is_in_the_log_once(daemon: Daemon) -> None:
+    lengths = [SHARED_GRAPH_BYTES, 1]
+    pipe = IterableWrapper([bytes(length) for length in lengths], deepcopy=False).sharding_filter().map(Talkative())
+    service = RPCReadingService([daemon.address], pickle_by_value=(__name__,), timeout=60.0)
+    with DataLoader2(pipe, reading_service=service) as loader:
+        assert list(loader) == lengths
+        session = loader.reading_service._client._session.options.session[:8]
+    until(lambda: any("Python" in message for _, _, message in parsed(daemon)))
+    daemon.wait_for_line(f"= session {session}")
+    lines = [(worker, message) for whose, worker, message in parsed(daemon) if whose == session and message[0] != "="]
+    written = [message for worker, message in lines if worker == "graph"]
+    assert {"loading", "a child"} <= set(written)
+    assert any(message.endswith("UserWarning: takes long") for message in written)
+    unfinished = [line for line in lines if "newline" in line[1] or "Python" in line[1]]
+    assert unfinished == [("graph", "nor has PythonC has no newline, ")]
 
 
 def test_prints_of_local_workers_reach_the_users_terminal(capfd: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +289,7 @@ def test_a_log_call_that_does_not_fit_its_text_does_no_harm(capsys: pytest.Captu
 
 def test_long_lines_are_cut_into_pieces(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    output = logs.WorkerOutput("a" * 32, 3)
+    output = logs.Output("a" * 32, 3)
     os.write(output.far, b"\n\nshort\r\n" + 3 * logs.LINE_BYTES * b"v" + b"\nrest")
     output.started()
     while output.read():
@@ -295,5 +332,5 @@ def test_the_log_is_set_up_and_taken_down() -> None:
         logging.root.setLevel(level)
         os.close(sender)
     with open(receiver) as file:
-        assert [LINE.fullmatch(line.rstrip()).groups() for line in file] == [("-", "-", "printed")]  # type: ignore[union-attr]
+        assert [LINE.fullmatch(line.rstrip()).groups() for line in file] == [("-", "graph", "printed")]  # type: ignore[union-attr]
     assert logging.root.handlers == handlers
