@@ -230,9 +230,9 @@ def watch(addresses: Sequence[str], keys: str | None, timeout: float, interval: 
 
     from rpc_reading_service import status
 
-    look = functools.partial(status.ask, addresses, _client_keys(keys), timeout)
+    daemons = status.Watch(addresses, _client_keys(keys), timeout)
     with contextlib.suppress(KeyboardInterrupt):
-        status.top(look, Console(), interval, count)
+        status.top(daemons.look, Console(), interval, count)
 
 
 def _client_keys(folder: str | None) -> CurveKeys | None:

@@ -1,13 +1,13 @@
 """``rpc-reading-worker status`` and ``top``: ask daemons what they are doing, and show it.
 
 Each daemon is asked by a thread of its own, so that neither a name server nor a daemon that is silent keeps the others
-waiting; what has not come when the time is over is told as such. Nothing here needs torch: it is quick to start.
+waiting; what has not come when the time is over is told as such. ``status`` waits for every answer until its timeout,
+``top`` shows what has come. Nothing here needs torch: it is quick to start.
 """
 
 import contextlib
 import enum
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +45,12 @@ ASK_AGAIN_S = 1.0
 DIAGNOSIS_S = 1.5
 """How much longer than the timeout the look may take that tells why there was no answer."""
 
+PATIENCE_S = 1.0
+"""How long ``top`` waits for those that it has just asked before it shows what it has; not longer than its interval."""
+
+SILENT_S = 2.0
+"""Figures are shown until their daemon has not answered for so long."""
+
 PHASES = {
     Phase.IDLE: "awaits epoch",
     Phase.GRAPH: "in the graph",
@@ -61,35 +67,63 @@ PHASES = {
 
 def ask(addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> dict[str, Answer]:
     """What each daemon says of itself, within ``timeout`` seconds and a little more."""
-    deadline = Deadline(timeout)
-    answers: queue.SimpleQueue[tuple[str, Answer]] = queue.SimpleQueue()
-    for address in addresses:
-        work = _put_answer, (answers, address, keys, deadline)
-        threading.Thread(target=work[0], args=work[1], name=f"asks {address}", daemon=True).start()
-    transport.allow_connections()
-    found: dict[str, Answer] = dict.fromkeys(addresses, f"no answer within {timeout:g} s, nor a reason why")
-    patience = Deadline(timeout + DIAGNOSIS_S)
-    try:
-        for _ in addresses:
-            address, answer = answers.get(timeout=patience.remaining())
-            found[address] = answer
-    except queue.Empty:
-        pass  # the system's resolver may take longer than anybody would wait
-    return found
+    return Watch(addresses, keys, timeout).look(timeout + DIAGNOSIS_S)
 
 
-def _put_answer(
-    answers: "queue.SimpleQueue[tuple[str, Answer]]", address: str, keys: CurveKeys | None, deadline: Deadline
-) -> None:
+class Watch:
+    """Daemons that are asked again and again; one that is silent keeps nobody from the figures of the others.
+
+    Args:
+        addresses: of the daemons
+        keys: None for daemons without
+        timeout: seconds after which a daemon that has not answered is asked anew
+    """
+
+    def __init__(self, addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> None:
+        self._keys = keys
+        self._timeout = timeout
+        self._answers: dict[str, Answer | None] = dict.fromkeys(addresses)
+        self._open: dict[str, float] = {}
+        """Since when an answer is waited for."""
+        self._changed = threading.Condition()
+        transport.allow_connections()
+
+    def look(self, patience: float) -> dict[str, Answer]:
+        """Ask those that owe no answer; what is known once they have answered, or after ``patience`` seconds."""
+        with self._changed:
+            asked = self._answers.keys() - self._open.keys()
+            for address in asked:
+                self._open[address] = time.monotonic()
+                threading.Thread(target=self._ask, args=(address,), name=f"asks {address}", daemon=True).start()
+            self._changed.wait_for(lambda: not asked & self._open.keys(), patience)
+            return {address: self._latest(address, answer) for address, answer in self._answers.items()}
+
+    def _latest(self, address: str, answer: Answer | None) -> Answer:
+        now = time.monotonic()
+        silent_s = now - self._open.get(address, now)
+        if answer is None or (isinstance(answer, Status) and silent_s > SILENT_S):
+            return f"no answer so far, for {silent_s:.1f} s"
+        return answer
+
+    def _ask(self, address: str) -> None:
+        answer = _answer(address, self._keys, Deadline(self._timeout))
+        with self._changed:
+            self._answers[address] = answer
+            del self._open[address]
+            self._changed.notify_all()
+
+
+def _answer(address: str, keys: CurveKeys | None, deadline: Deadline) -> Answer:
     context = transport.Context()
     try:
         with contextlib.closing(_Question(context, address, keys, deadline)) as question:
-            answer = question.answer()
+            return question.answer()
+    except AddressError as error:
+        return str(error)
     except Exception as error:  # one that cannot be asked must not keep the others from being shown
-        answer = str(error) if isinstance(error, AddressError) else f"cannot be asked: {type(error).__name__}: {error}"
+        return f"cannot be asked: {type(error).__name__}: {error}"
     finally:
         context.close()
-    answers.put((address, answer))
 
 
 class _Question:
@@ -245,11 +279,11 @@ def _duration(seconds: float) -> str:
 # Watch.
 
 
-def top(look: Callable[[], dict[str, Answer]], console: Console, interval: float, count: int | None) -> None:
+def top(look: Callable[[float], dict[str, Answer]], console: Console, interval: float, count: int | None) -> None:
     """Look again and again, until Ctrl-C or ``count`` times: in place on a terminal, else in lines.
 
     Args:
-        look: asks the daemons
+        look: as ``Watch.look``
         interval: seconds between the beginnings of two looks
     """
     if not console.is_terminal:
@@ -263,11 +297,13 @@ def top(look: Callable[[], dict[str, Answer]], console: Console, interval: float
             live.update(table(answers), refresh=True)
 
 
-def _looks(look: Callable[[], dict[str, Answer]], interval: float, count: int | None) -> Iterator[dict[str, Answer]]:
+def _looks(
+    look: Callable[[float], dict[str, Answer]], interval: float, count: int | None
+) -> Iterator[dict[str, Answer]]:
     number = 0
     while count is None or number < count:
         deadline = Deadline(interval)
-        yield look()
+        yield look(min(interval, PATIENCE_S) if number else PATIENCE_S)
         number += 1
         if number != count:
             time.sleep(deadline.remaining() or 0.0)

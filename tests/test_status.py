@@ -28,6 +28,7 @@ from torchdata.datapipes.iter import IterableWrapper
 from rpc_reading_service import CurveKeys, RPCReadingService, messages, security, status, transport, usage
 from rpc_reading_service.cli import main
 from rpc_reading_service.messages import Phase, SessionStatus, Status, Totals, WorkerReport, WorkerStatus
+from rpc_reading_service.transport import Deadline
 
 PATIENCE_S = 30.0
 NOBODY = 65534
@@ -35,8 +36,9 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def daemons(folder: Path) -> Iterator[list[Daemon]]:
-    """One for most tests, one that is told to end, one with keys; they start together."""
-    options = [["--slots", "2"], ["--slots", "1", "--grace", "60"], ["--slots", "1", "--keys", str(folder)]]
+    """One for most tests, one that is told to end, one with keys, one that is watched; they start together."""
+    one = ["--slots", "1"]
+    options = [["--slots", "2"], [*one, "--grace", "60"], [*one, "--keys", str(folder)], one]
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(running("--port", "0", *each)) for each in options]
         assert all(each.line for each in started), [each.errors for each in started]
@@ -264,6 +266,33 @@ def test_a_daemon_that_is_stopped_is_not_waited_for(daemon: Daemon) -> None:
     assert time.monotonic() - began < 5.0
 
 
+def test_top_shows_the_others_at_once_and_who_is_silent_and_for_how_long(daemons: list[Daemon], free_port: int) -> None:
+    silent, other, refuses = daemons[0], daemons[3], f"127.0.0.1:{free_port}"
+    watch = status.Watch([silent.address, other.address, refuses], None, timeout=PATIENCE_S)
+    assert list(map(type, watch.look(PATIENCE_S).values())) == [Status, Status, str]
+    silent.process.send_signal(signal.SIGSTOP)
+    try:
+        first, later = watch.look(1.0), Deadline(10.0)
+        assert isinstance(first[silent.address], Status)  # of the last look
+        while isinstance(answer := watch.look(0.5)[silent.address], Status):
+            assert not later.expired
+        began = time.monotonic()
+        figures = [watch.look(PATIENCE_S) for _ in range(3)]
+        assert time.monotonic() - began < 3.0  # a third of a second for who refuses
+        options = ["--count", "2", "--interval", "0.1", "--timeout", str(PATIENCE_S)]
+        printed = CliRunner().invoke(main, ["top", silent.address, other.address, *options]).output
+    finally:
+        silent.process.send_signal(signal.SIGCONT)
+    assert re.fullmatch(r"no answer so far, for \d\.\d s", str(answer))
+    uptimes = [each[other.address].uptime for each in (first, *figures)]  # type: ignore[union-attr]
+    assert sorted(set(uptimes)) == uptimes
+    assert all("connection refused" in str(each[refuses]) for each in figures)
+    lines = printed.splitlines()
+    assert [f" {silent.address} down: no answer so far, for 1." in line for line in lines] == 2 * [True, False]
+    assert [f" {other.address} up " in line for line in lines] == 2 * [False, True]
+    until(lambda: isinstance(watch.look(PATIENCE_S)[silent.address], Status))
+
+
 def test_a_name_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gone_on = threading.Event()
 
@@ -273,7 +302,7 @@ def test_a_name_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     try:
-        assert ask("cpu1:5555", timeout=0.1) == "no answer within 0.1 s, nor a reason why"
+        assert str(ask("cpu1:5555", timeout=0.1)).startswith("no answer so far, for 1.6 s")
     finally:
         gone_on.set()
 
@@ -364,7 +393,7 @@ def test_top_without_a_terminal_prints_a_line_for_each_worker_and_interval(daemo
 def test_top_on_a_terminal_shows_the_table_in_place() -> None:
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
     answers = iter([{"cpu1:5555": example()}, {"cpu1:5555": "connection refused"}])
-    status.top(lambda: next(answers), console, interval=0.01, count=2)
+    status.top(lambda _patience: next(answers), console, interval=0.01, count=2)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "43,210.9" in printed
     assert "down: connection refused" in printed
