@@ -1,5 +1,6 @@
 """What a session wants done, one named tuple each: ``session`` decides, the client's I/O thread carries out. No I/O."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from rpc_reading_service.messages import Message, Offer
@@ -80,9 +81,11 @@ class FailRemotely(NamedTuple):
 
 
 class FailToConnect(NamedTuple):
-    """No answer from these daemons within ``connect_timeout``."""
+    """No answer from these daemons within ``connect_timeout``, and no address for these names."""
 
     addresses: list[str]
+    unresolved: Sequence[str] = ()
+    """One sentence for each name."""
 
 
 Action: TypeAlias = (

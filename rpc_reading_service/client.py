@@ -155,9 +155,8 @@ class Client:
             ConnectError, VersionError, SlotsError, AddressError: see ``errors``
             Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there
         """
-        found = self._resolver.first(Deadline(self._options.connect_timeout))
         with self._changed:
-            self._session.open(time.monotonic(), found)
+            self._session.open(time.monotonic())
         self._io.start()
         deadline = Deadline(self._options.timeout)
         with self._changed:
@@ -171,7 +170,8 @@ class Client:
     def _opening(self) -> str:
         starting = [str(w) for w in self._session.workers if w.state is protocol.WorkerState.STARTING]
         silent = [a for a, link in self._session.links.items() if link.state is LinkState.GREETING]
-        return f"waiting for {', '.join(starting or silent or self._session.links)} to be ready"
+        greeted = [*silent, *self._session.unresolved] or self._session.links
+        return f"waiting for {', '.join(starting or greeted)} to be ready"
 
     def workers_known(self, total: int) -> None:
         """The number of shards is known: called by the I/O thread with the lock held, before any of them can send."""
@@ -720,9 +720,10 @@ class _IOThread:
         now, news = time.monotonic(), []
         with self._client.lock:
             self._client.close_session()
-            addresses = self._client.resolver.take()
-            if addresses is not None:
-                self._client.session.resolved(addresses, now)
+            news_of_names = self._client.resolver.take()
+            if news_of_names is not None:
+                addresses, unresolved = news_of_names
+                self._client.session.resolved(addresses, now, unresolved)
             if now >= self._tick_at:  # and not for every message
                 self._client.session.tick(now)
                 self._tick_at = now + LEAST_TICK_S
@@ -814,11 +815,13 @@ class _IOThread:
     def _fail_to_connect(self, action: FailToConnect) -> None:
         troubles = {address: self._keys_trouble.get(address) for address in action.addresses}
         reasons = [f"{address}: {trouble or transport.diagnose(address)}" for address, trouble in troubles.items()]
-        if all(troubles.values()):
-            error: RPCReadingError = KeysError(f"no session with {'; '.join(reasons)}")
+        seconds = f"connect_timeout={self._client.connect_timeout:g} s"
+        if not reasons:
+            error: RPCReadingError = AddressError("; ".join(action.unresolved))
+        elif all(troubles.values()) and not action.unresolved:
+            error = KeysError(f"no session with {'; '.join(reasons)}")
         else:
-            seconds = f"connect_timeout={self._client.connect_timeout:g} s"
-            error = ConnectError(f"no answer within {seconds} from {'; '.join(reasons)}")
+            error = ConnectError(f"no answer within {seconds} from {'; '.join([*reasons, *action.unresolved])}")
         with self._client.lock:
             self._client.fail(error)
 

@@ -1,7 +1,7 @@
 """``dns://name:port``: every daemon whose address the name has, asked again while a session lasts.
 
 The system's resolver may take as long as it likes and cannot be interrupted, so that each question has a thread of its
-own: neither the training loop nor the client's I/O thread waits for one longer than it wants to.
+own: neither the training loop nor the client's I/O thread waits for one, and no name for another.
 """
 
 import logging
@@ -10,14 +10,10 @@ from collections.abc import Callable, Sequence
 
 from rpc_reading_service import transport
 from rpc_reading_service.errors import AddressError
-from rpc_reading_service.transport import Deadline
 
 logger = logging.getLogger(__name__)
 
 SCHEME = "dns://"
-
-AGAIN_S = 1.0
-"""How long after a question in vain the next one is asked: names of daemons that are being started come late."""
 
 
 def is_name(address: str) -> bool:
@@ -35,17 +31,8 @@ def normalize(address: str) -> str:
     return scheme + transport.join_address(*transport.split_address(address.removeprefix(scheme)))
 
 
-def look_up(names: Sequence[str]) -> list[str]:
-    """The addresses of all these names, sorted, since every rank of a distributed training must have one order.
-
-    Raises:
-        AddressError: a name does not resolve.
-    """
-    return sorted({address for name in names for address in transport.resolve(name.removeprefix(SCHEME))})
-
-
 class Resolver:
-    """The names of one session.
+    """The names of one session, each asked about by itself: one that does not resolve holds up no other.
 
     Args:
         names: ``dns://name:port`` each
@@ -55,61 +42,61 @@ class Resolver:
     def __init__(self, names: Sequence[str], done: Callable[[], None]) -> None:
         self._names = names
         self._done = done
-        self._asked: _Question | None = None
-
-    def first(self, deadline: Deadline) -> list[str]:
-        """The addresses, once every name has one; empty without names.
-
-        Raises:
-            AddressError: a name does not resolve by the deadline.
-        """
-        while self._names:
-            question = _Question(self._names, lambda: None)
-            question.join(deadline.remaining())
-            if question.found is not None:
-                return question.found
-            if deadline.expired:
-                raise question.trouble or AddressError(self._unanswered(deadline))
-            logger.warning("%s; it is asked again", question.trouble)
-            threading.Event().wait(deadline.remaining(at_most=AGAIN_S))
-        return []
-
-    def _unanswered(self, deadline: Deadline) -> str:
-        return f"{', '.join(self._names)}: no answer from this machine's DNS within {deadline.timeout:g} s"
+        self._asked: dict[str, _Question] = {}
+        self._known: dict[str, list[str]] = {}
+        self._troubles: dict[str, str] = {}
 
     def ask(self) -> None:
-        """Ask once more, unless a question is open."""
-        if self._asked is None:
-            self._asked = _Question(self._names, self._done)
+        """Ask for the addresses of each name once more, unless that question is open."""
+        for name in self._names:
+            if name not in self._asked:
+                self._asked[name] = _Question(name, self._done)
 
-    def take(self) -> list[str] | None:
-        """The answer to ``ask``, once; None while there is none, and if a name does not resolve."""
-        question = self._asked
-        if question is None or not question.is_over:
+    def take(self) -> tuple[list[str], dict[str, str]] | None:
+        """What is known now, if any answer has come since the last call.
+
+        Returns:
+            The addresses of all names, sorted, since every rank of a distributed training must have one order; and
+            those names that have none, each with the reason, which is empty as long as there is no answer.
+        """
+        over = [question for question in self._asked.values() if question.is_over]
+        for question in over:
+            del self._asked[question.address]
+            self._note(question)
+        if not over:
             return None
-        self._asked = None
-        if question.trouble is not None:
-            logger.warning("%s; the addresses that it had are kept", question.trouble)
-        return question.found
+        addresses = {address for found in self._known.values() for address in found}
+        unknown = [name for name in self._names if name not in self._known]
+        return sorted(addresses), {name: self._troubles.get(name, "") for name in unknown}
+
+    def _note(self, question: "_Question") -> None:
+        """A trouble is logged once, however often the question is repeated."""
+        name, trouble = question.address, question.trouble
+        if trouble and trouble != self._troubles.get(name):
+            kept = "the addresses that it had are kept" if name in self._known else "it is asked again"
+            logger.warning("%s; %s", trouble, kept)
+        self._troubles[name] = trouble
+        if question.found:
+            self._known[name] = question.found
 
 
 class _Question(threading.Thread):
-    """Asks the system for the addresses, from now on."""
+    """Asks the system for the addresses of a name, from now on."""
 
-    def __init__(self, names: Sequence[str], done: Callable[[], None]) -> None:
+    def __init__(self, name: str, done: Callable[[], None]) -> None:
         super().__init__(name="rpc-reading-resolver", daemon=True)
-        self._names = names
+        self.address = name
         self._done = done
-        self.found: list[str] | None = None
-        self.trouble: AddressError | None = None
+        self.found: list[str] = []
+        self.trouble = ""
         self.is_over = False
         self.start()
 
     def run(self) -> None:
         try:
-            self.found = look_up(self._names)
+            self.found = transport.resolve(self.address.removeprefix(SCHEME))
         except AddressError as error:
-            self.trouble = error
+            self.trouble = str(error)
         finally:
             self.is_over = True
             self._done()

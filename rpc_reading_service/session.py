@@ -5,7 +5,7 @@ table in ``protocol``. What is to be sent, connected or raised comes out as ``ac
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rpc_reading_service import protocol
@@ -83,13 +83,18 @@ GREETING_S = 10.0
 """How long a socket greets in vain before a fresh one does, with the name resolved anew."""
 
 START_WITHOUT_S = 3.0
-"""How long a session waits for daemons that do not answer if the others have slots enough."""
+"""How long a session waits for daemons that do not answer, and names without an address, if the others have slots
+enough."""
 
 DROPPED_S = 3.0
 """How long a daemon has to be heard again after its connection broke."""
 
 RESOLVE_S = 10.0
 """How often the names are resolved anew while a shard has no place: the daemon in the place of a lost one is new."""
+
+ASK_NAMES_S = 1.0
+"""How often they are before the session has its workers, if one has no address: those of daemons that are being started
+come late."""
 
 HELLO_S = 1.0
 """How often a Hello is repeated to a daemon that does not answer."""
@@ -214,7 +219,11 @@ class ClientSession:
         self._request_errors: dict[int, bytes] = {}
         self._next_request = NO_REQUEST
         self._standing: dict[type[Message], tuple[bytes, tuple[object, ...]]] = {}
+        self._unresolved = dict.fromkeys(options.names, "")
+        """Names without an address, and why."""
         self._started = 0.0
+        self._widened = 0.0
+        """When the last address became known."""
         self._ticked = 0.0
         self._asked_names = 0.0
         self._actions: list[Action] = []
@@ -261,11 +270,10 @@ class ClientSession:
 
     # Open: greet every daemon, hold slots, place the shards.
 
-    def open(self, now: float, found: Iterable[str] = ()) -> None:
-        """Greet every daemon, and those found by name, which come last."""
-        self._started = self._ticked = now
-        for address in found:
-            self.links.setdefault(address, Link(address, by_name=True))
+    def open(self, now: float) -> None:
+        """Greet every daemon, and ask for the addresses of the names."""
+        self._started = self._widened = self._ticked = now
+        self._ask_names(now)
         for link in self.links.values():
             link.fresh = now
             self._greet(link, now)
@@ -297,12 +305,14 @@ class ClientSession:
         if self.closed or self.workers:
             return
         silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
-        if silent and not (now - self._started > START_WITHOUT_S and self._suffices()):
+        if (silent or self._unresolved) and not (now - self._widened > START_WITHOUT_S and self._suffices()):
             return
         if self._wanted is None:
             self._wanted = self._shares()
             for link in silent:
                 logger.warning("starting without %s, which does not answer; it is used once it does", link.address)
+            for name in self._unresolved:
+                logger.warning("starting without %s, which has no address; it is asked again at each epoch", name)
         for address, slots in self._wanted.items():
             link = self.links[address]
             if link.state is LinkState.GREETED and slots > 0:
@@ -341,20 +351,37 @@ class ClientSession:
         if self.options.names:
             self._actions.append(Resolve())
 
-    def resolved(self, addresses: Sequence[str], now: float) -> None:
-        """What the names stand for now: greet who is new, leave who is not named any more and does not answer."""
+    @property
+    def unresolved(self) -> list[str]:
+        """Names without an address."""
+        return list(self._unresolved)
+
+    def resolved(self, addresses: Sequence[str], now: float, unresolved: Mapping[str, str] | None = None) -> None:
+        """What the names stand for now: greet who is new, leave who is not named any more and does not answer.
+
+        Args:
+            unresolved: names without an address, and why
+        """
         if self.closed:
             return
+        self._unresolved = dict(unresolved or {})
         for address in addresses:
             if address not in self.links:
-                link = self.links[address] = Link(address, by_name=True, fresh=now)
-                self._actions.append(Reconnect(address))
-                self._greet(link, now)
+                self._widen(address, now)
         placed = {worker.address for worker in self.workers}
         for link in list(self.links.values()):
             gone = link.by_name and link.address not in addresses and link.state is LinkState.GREETING
             if gone and self.workers and link.address not in placed:
                 self._leave(link)
+
+    def _widen(self, address: str, now: float) -> None:
+        """Before it is dealt to anybody, what was found by name stands in one order, behind what the user gave."""
+        link = self.links[address] = Link(address, by_name=True, fresh=now)
+        if self._wanted is None:
+            self._widened = now
+            self.links = dict(sorted(self.links.items(), key=lambda item: item[0] if item[1].by_name else ""))
+        self._actions.append(Reconnect(address))
+        self._greet(link, now)
 
     def _shares(self) -> dict[str, int]:
         """Slots to hold on each daemon: all that are free, or as many as wanted dealt out one by one."""
@@ -931,10 +958,7 @@ class ClientSession:
     def _check_deadlines(self, now: float) -> None:
         if not self.workers:
             self._guard(self._proceed, now)
-            silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
-            in_vain = all(link.rejected for link in silent) and not self._suffices()
-            if silent and not self.workers and (in_vain or now - self._started >= self.options.connect_timeout):
-                self._actions.append(FailToConnect([link.address for link in silent]))
+            self._check_opening(now)
             return
         self._place_vacant(now)
         if now - self._asked_names >= RESOLVE_S and any(worker.state is _S.VACANT for worker in self.workers):
@@ -948,6 +972,21 @@ class ClientSession:
                 self._fail(ConnectError(f"{worker} {reason}"))
             elif self._is_overdue(worker, now):
                 self._fail(WorkerLostError(self._nowhere_to_go(worker)))
+
+    def _check_opening(self, now: float) -> None:
+        """Resolving and connecting share one ``connect_timeout``."""
+        silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
+        rejected = silent and not self._unresolved and all(link.rejected for link in silent)
+        late = now - self._started >= self.options.connect_timeout
+        in_vain = (rejected and not self._suffices()) or (late and (silent or self._unresolved))
+        if in_vain and not self.workers:
+            reasons = tuple(reason or self._unanswered(name) for name, reason in self._unresolved.items())
+            self._actions.append(FailToConnect([link.address for link in silent], reasons))
+        elif self._unresolved and now - self._asked_names >= ASK_NAMES_S:
+            self._ask_names(now)
+
+    def _unanswered(self, name: str) -> str:
+        return f"{name}: no answer from this machine's DNS within {self.options.connect_timeout:g} s"
 
     def _is_overdue(self, worker: Worker, now: float, share: float = 1.0) -> bool:
         """Whether it is waited for, and has had no place for ``timeout``, or a share of it."""

@@ -90,6 +90,7 @@ from rpc_reading_service.protocol import (
     weight,
 )
 from rpc_reading_service.session import (
+    ASK_NAMES_S,
     DROPPED_S,
     GREETING_S,
     HEARTBEAT_S,
@@ -439,7 +440,9 @@ class Played:
         self.now = 100.0
         self.progress = progress or {}
         self.session = ClientSession(addresses, options(**changes), lambda worker: self.progress.get(worker, (0, 0)))
-        self.session.open(self.now, found)
+        self.session.open(self.now)
+        if found:
+            self.session.resolved(found, self.now)
 
     def receive(self, address: str, message: Any, payload: bytes | None = None) -> None:
         self.session.receive(address, message, payload, self.now)
@@ -932,6 +935,92 @@ def test_of_the_addresses_of_a_name_those_that_do_not_answer_are_not_waited_for(
     played.welcome("a", 2)
     played.tick(START_WITHOUT_S + 0.1)
     assert [message.slots for message in played.take(OpenSession)] == [2] * starts
+
+
+def unresolved(*addresses: str, **changes: Any) -> Played:
+    """Daemons of two slots each that the user gave have answered, and a name has no address yet."""
+    played = Played(*addresses, names=["dns://late:5555"], **changes)
+    played.session.resolved([], played.now, {"dns://late:5555": "it does not resolve"})
+    for address in addresses:
+        played.welcome(address, 2)
+    return played
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [({}, True), ({"num_workers": 2}, True), ({"num_workers": 3}, False), ({"pool": Pool(0, 2)}, False)],
+)
+def test_a_name_without_an_address_is_waited_for_as_a_daemon_that_does_not_answer(
+    changes: dict[str, Any], starts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = unresolved("a", **changes)
+    played.watch(START_WITHOUT_S)
+    assert played.take(OpenSession) == []
+    played.tick(0.1)
+    assert [message.slots for message in played.take(OpenSession)] == [2] * starts
+    said = "starting without dns://late:5555, which has no address; it is asked again at each epoch"
+    assert (said in caplog.text) == starts
+
+
+def test_a_name_without_an_address_is_asked_again_until_there_is_one() -> None:
+    played = unresolved("a", num_workers=3)
+    assert played.session.unresolved == ["dns://late:5555"]
+    assert played.take(Resolve) == [Resolve()]
+    for _ in range(3):
+        played.tick(ASK_NAMES_S)
+        assert played.take(Resolve) == [Resolve()]
+    played.session.resolved(["b"], played.now)
+    played.tick(ASK_NAMES_S)
+    assert played.take(Resolve) == []
+    played.welcome("b", 2, boot=TWIN)
+    assert asked(played) == ["a", "b"]
+
+
+def test_what_a_name_comes_to_have_has_as_long_to_answer_as_any_other() -> None:
+    played = unresolved("a", num_workers=1)
+    played.watch(START_WITHOUT_S - 0.1)
+    played.session.resolved(["b"], played.now)
+    played.watch(START_WITHOUT_S)
+    assert asked(played) == []
+    played.tick(0.1)
+    assert asked(played) == ["a"]
+
+
+def test_resolving_and_connecting_share_one_connect_timeout() -> None:
+    played = unresolved(connect_timeout=20.0)
+    played.watch(19.0)
+    played.session.resolved(["b"], played.now)
+    assert played.take(FailToConnect) == []
+    played.tick(1.0)
+    assert played.take(FailToConnect) == [FailToConnect(["b"])]
+
+
+def test_who_does_not_answer_and_what_does_not_resolve_are_told_together() -> None:
+    names = ["dns://late:5555", "dns://silent:5555"]
+    played = Played("a", names=names, connect_timeout=20.0)
+    played.session.resolved([], played.now, {names[0]: "it does not resolve", names[1]: ""})
+    played.session.link_rejected("a")
+    played.watch(19.9)
+    assert played.take(FailToConnect) == []
+    played.tick(0.1)
+    unanswered = "dns://silent:5555: no answer from this machine's DNS within 20 s"
+    assert played.take(FailToConnect) == [FailToConnect(["a"], ("it does not resolve", unanswered))]
+
+
+def test_every_rank_has_the_addresses_in_one_order_whatever_name_resolves_first() -> None:
+    played = Played("z", "y", names=["dns://one:1", "dns://two:1"])
+    played.session.resolved(["b", "d"], played.now, {"dns://one:1": ""})
+    played.session.resolved(["a", "b", "c", "d"], played.now)
+    assert list(played.session.links) == ["z", "y", "a", "b", "c", "d"]
+
+
+def test_an_address_that_comes_when_the_slots_are_dealt_holds_up_nothing() -> None:
+    played = Played(found="a", names=["dns://workers:5555"])
+    played.welcome("a")
+    played.tick(START_WITHOUT_S + 0.1)
+    played.session.resolved(["a", "b"], played.now)
+    played.opened("a", 1)
+    assert played.places() == ["a"]
 
 
 def test_a_name_whose_addresses_have_no_free_slot_is_waited_for() -> None:

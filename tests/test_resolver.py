@@ -11,7 +11,7 @@ from daemons import running, until
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
-from rpc_reading_service import AddressError, RPCReadingService, SlotsError, resolver
+from rpc_reading_service import AddressError, RPCReadingService, SlotsError
 from rpc_reading_service.resolver import Resolver
 from rpc_reading_service.transport import Deadline
 
@@ -41,48 +41,70 @@ def dns(monkeypatch: pytest.MonkeyPatch) -> Dns:
     return set_answers
 
 
-def first(seconds: float = 5.0) -> list[str]:
-    return Resolver([f"dns://{NAME}:5000"], lambda: None).first(Deadline(seconds))
+class Names:
+    """A resolver, and the event that tells of its answers."""
+
+    def __init__(self, *names: str) -> None:
+        self.answered = threading.Event()
+        self.resolver = Resolver([f"dns://{name}:5000" for name in names], self.answered.set)
+
+    def ask(self) -> Any:
+        """The next answer."""
+        self.answered.clear()
+        self.resolver.ask()
+        assert self.answered.wait(5)
+        return self.resolver.take()
 
 
 def test_a_name_stands_for_all_its_addresses_in_one_order(dns: Dns) -> None:
     dns(["10.0.0.2", "fd00::2", "10.0.0.1", "10.0.0.2"])
-    assert first() == ["10.0.0.1:5000", "10.0.0.2:5000", "[fd00::2]:5000"]
+    assert Names(NAME).ask() == (["10.0.0.1:5000", "10.0.0.2:5000", "[fd00::2]:5000"], {})
 
 
-def test_a_name_that_comes_late_is_waited_for(dns: Dns, caplog: pytest.LogCaptureFixture) -> None:
-    dns(socket.gaierror("Name or service not known"), ["10.0.0.1"])
-    assert first() == ["10.0.0.1:5000"]
+def test_a_name_that_comes_late_is_told_once(dns: Dns, caplog: pytest.LogCaptureFixture) -> None:
+    names, unknown = Names(NAME), socket.gaierror("Name or service not known")
+    dns(unknown, unknown, ["10.0.0.1"])
+    text = f"the host name '{NAME}' does not resolve (Name or service not known)"
+    for _ in range(2):
+        addresses, unresolved = names.ask()
+        assert addresses == []
+        assert unresolved == {f"dns://{NAME}:5000": f"worker address '{NAME}:5000': {text}"}
+    assert names.ask() == (["10.0.0.1:5000"], {})
     (line,) = caplog.messages
-    assert "the host name 'workers.invalid' does not resolve (Name or service not known); it is asked again" in line
+    assert line.endswith(f"{text}; it is asked again")
 
 
-def test_a_name_service_that_does_not_answer_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: answered.wait() and [])
-    with pytest.raises(AddressError, match=r"^dns://workers\.invalid:5000: no answer from this machine's DNS within"):
-        first(0.2)
-    answered.set()
+def test_a_name_that_is_not_answered_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, let_go = socket.getaddrinfo, threading.Event()
+
+    def answer(host: Any, *args: Any, **kwargs: Any) -> Any:
+        assert host != NAME or let_go.wait(5)
+        return ask("10.0.0.1" if host == NAME else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    names = Names(NAME, "10.0.0.2")
+    assert names.ask() == (["10.0.0.2:5000"], {f"dns://{NAME}:5000": ""})
+    names.answered.clear()
+    let_go.set()
+    assert names.answered.wait(5)
+    assert names.resolver.take() == (["10.0.0.1:5000", "10.0.0.2:5000"], {})
 
 
 def test_a_question_is_answered_once_and_a_failure_changes_nothing(dns: Dns, caplog: pytest.LogCaptureFixture) -> None:
-    answered = threading.Event()
-    names = Resolver([f"dns://{NAME}:5000"], answered.set)
-    assert names.take() is None
-    for answer, found in (["10.0.0.1"], ["10.0.0.1:5000"]), (socket.gaierror("gone"), None):
+    names = Names(NAME)
+    assert names.resolver.take() is None
+    for answer in (["10.0.0.1"], socket.gaierror("gone")):
         dns(answer)
-        answered.clear()
-        names.ask()
-        assert answered.wait(5)
-        assert names.take() == found
-        assert names.take() is None
+        assert names.ask() == (["10.0.0.1:5000"], {})
+        assert names.resolver.take() is None
     assert "does not resolve (gone); the addresses that it had are kept" in caplog.text
 
 
 def test_a_question_that_is_open_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, asked = threading.Semaphore(0), list[str]()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_args, **_kwargs: asked.append(host) or let_go.acquire())
-    monkeypatch.setattr(resolver.transport, "resolve", lambda address: [str(socket.getaddrinfo(address, 1))])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *_args, **_kwargs: asked.append(host) or (let_go.acquire() and [])
+    )
     answered = threading.Event()
     names = Resolver([f"dns://{NAME}:5000"], answered.set)
     names.ask()
@@ -128,6 +150,29 @@ def test_a_name_that_does_not_resolve_is_one_sentence_within_connect_timeout(dns
     ):
         iter(loader)
     assert not deadline.expired
+
+
+def test_a_name_service_that_does_not_answer_is_waited_for_until_connect_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: answered.wait() and [])
+    text = r"^dns://workers\.invalid:5000: no answer from this machine's DNS within 0\.2 s"
+    with load(f"dns://{NAME}:5000", connect_timeout=0.2) as loader, pytest.raises(AddressError, match=text):
+        iter(loader)
+    answered.set()
+
+
+def test_a_name_that_does_not_resolve_leaves_the_others_usable(
+    two_daemons: list[str], dns: Dns, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = [f"dns://{two_daemons[0]}", f"dns://{NAME}:5000"]
+    with load(workers, num_workers=1) as loader:
+        assert list(loader) == list(range(20))
+    assert f"starting without dns://{NAME}:5000, which has no address" in caplog.text
+    text = rf"^the host name '{NAME}' does not resolve".replace("^", r"^worker address '.*': ")
+    with load(workers, num_workers=2, connect_timeout=0.5) as loader, pytest.raises(AddressError, match=text):
+        iter(loader)
 
 
 def test_daemons_come_and_go_with_the_addresses_of_their_name(
