@@ -194,28 +194,46 @@ _ONE_FOR_ONE = {FullSync, Prefetcher, PinMemory}
 
 
 def dump(
-    split_: Split, init_fn: InitFn | None, reset_fn: ResetFn | None, pickle_by_value: Sequence[str | ModuleType] = ()
+    split_: Split,
+    init_fn: InitFn | None,
+    reset_fn: ResetFn | None,
+    pickle_by_value: Sequence[str | ModuleType] = (),
+    tell: Callable[[int], None] = lambda _: None,
 ) -> Payload:
     """Pickle, once for all workers, what they run.
 
     Args:
         pickle_by_value: modules that need not be installed on the workers; ``__main__`` never need be
+        tell: is told again and again how many bytes there are
 
     Raises:
         GraphPickleError: names the DataPipe and its attribute, or the function.
     """
     with _by_value(pickle_by_value):
         try:
-            data = _pickle((split_.branch, split_.dispatching, init_fn, reset_fn))
+            data = _pickle((split_.branch, split_.dispatching, init_fn, reset_fn), tell)
         except Exception as error:  # a pickled object's own methods may raise anything
             raise GraphPickleError(_what_cannot_be_pickled(split_, init_fn, reset_fn, error)) from error
     return Payload(data, hashlib.sha256(data).hexdigest(), split_.dispatching is not None, split_.name)
 
 
-def _pickle(value: object) -> bytes:
-    file = io.BytesIO()
+def _pickle(value: object, tell: Callable[[int], None]) -> bytes:
+    file = _Told(tell)
     _Pickler(file, protocol=5).dump(value)
     return file.getvalue()
+
+
+class _Told(io.BytesIO):
+    """Says how much has been written; as Python code, it also lets other threads run, which the pickler does not."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self._tell(self.tell())
+        return count
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -1,4 +1,4 @@
-"""What takes long before batches come: the graph on its way, workers starting, a replay. Values and the clock go in."""
+"""What takes long before batches come: pickling, the graph on its way, workers starting, a replay; without I/O."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,16 +16,18 @@ class Stage(NamedTuple):
     name: str
     """As a heading: ``sending the graph``."""
     done: float
-    total: float
+    total: float | None
+    """None if nobody knows it before."""
     unit: str
-    """Of ``done`` and ``total``."""
+    """Of ``done`` and ``total``; empty for what cannot be counted."""
 
     @property
     def amount(self) -> str:
-        return f"{self.done:,.0f} of {self.total:,.0f} {self.unit}"
+        total = "" if self.total is None else f" of {self.total:,.0f}"
+        return f"{self.done:,.0f}{total} {self.unit}" if self.unit else ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.amount}"
+        return f"{self.name}: {self.amount}" if self.unit else self.name
 
 
 class Progress:

@@ -29,6 +29,7 @@ from rpc_reading_service.graph import InitFn, IterResetFn, ResetFn
 from rpc_reading_service.launchers import LocalDaemons, local_slots
 from rpc_reading_service.messages import CHUNK_BYTES
 from rpc_reading_service.pool import Pool
+from rpc_reading_service.preparation import Preparation
 from rpc_reading_service.security import CurveKeys, Pair
 from rpc_reading_service.session import SessionOptions
 from rpc_reading_service.statistics import NOTHING, Statistics
@@ -174,7 +175,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             of the daemons: ``workers[rank::world_size]`` if there are enough, else an even part of the slots of one;
             False: this rank may use all of ``workers``
         progress: show bars on stderr, if that is a terminal, for what takes longer than 2 s before batches come: the
-            graph being sent, workers starting, a replay; the log says so at level INFO in any case
+            graph being pickled and sent, daemon and workers starting, a replay; the log says so at level INFO in any
+            case
 
     Raises:
         TypeError, ValueError, AddressError: an argument is none of what is allowed; named in the text.
@@ -281,16 +283,13 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         return self._initialize(datapipe, self._options)
 
     def _initialize(self, datapipe: DataPipe, options: Options) -> DataPipe:
-        self._graph = graph.structure(datapipe)
         source = _Source()
-        split = graph.split(datapipe, source)
-        if split.dispatching is not None and options.on_worker_loss == "drop":
-            raise ValueError(
-                "on_worker_loss='drop' cannot be had with sharding_round_robin_dispatch, which deals to all shards or "
-                "none: use 'recover' or 'raise'"
-            )
-        payload = graph.dump(split, options.worker_init_fn, options.worker_reset_fn, options.pickle_by_value)
-        workers = self._addresses(options, extra=payload.dispatching)
+        terminal = sys.stderr if options.progress and sys.stderr is not None and sys.stderr.isatty() else None
+        with Preparation(terminal) as preparation:
+            with preparation.stage("pickling the graph", "MB") as tell:
+                split, payload = self._pickle(datapipe, source, options, tell)
+            with preparation.stage("starting the local daemon"):
+                workers = self._addresses(options, extra=payload.dispatching)
         names = [worker for worker in workers if resolver.is_name(worker)]
         options.check_ranks(own_daemons=False, by_name=bool(names))
         addresses = [worker for worker in workers if worker not in names]
@@ -301,8 +300,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         source.pin = _pin if options.pin_memory and _can_pin() else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
-        shows = options.progress and sys.stderr is not None and sys.stderr.isatty()
-        display = Display(client.lasting, sys.stderr) if shows else None
+        display = Display(client.lasting, terminal) if terminal is not None else None
         self._finalizer = weakref.finalize(self, _shut_down, client, self._daemons, display)
         try:
             client.open()
@@ -315,6 +313,20 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         client.tracks_delivery = split.end is not source and graph.is_transparent(split.end, source)
         self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
         return self._end
+
+    def _pickle(
+        self, datapipe: DataPipe, source: DataPipe, options: Options, tell: Callable[[float], None]
+    ) -> tuple[graph.Split, graph.Payload]:
+        self._graph = graph.structure(datapipe)
+        split = graph.split(datapipe, source)
+        if split.dispatching is not None and options.on_worker_loss == "drop":
+            raise ValueError(
+                "on_worker_loss='drop' cannot be had with sharding_round_robin_dispatch, which deals to all shards or "
+                "none: use 'recover' or 'raise'"
+            )
+        functions = options.worker_init_fn, options.worker_reset_fn
+        payload = graph.dump(split, *functions, options.pickle_by_value, lambda nbytes: tell(nbytes / 1e6))
+        return split, payload
 
     def _addresses(self, options: Options, extra: int) -> list[str]:
         workers = options.workers

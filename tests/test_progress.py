@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from daemons import until
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
-from rpc_reading_service import RPCReadingService, reading_service
+from rpc_reading_service import RPCReadingService, graph, preparation, reading_service
 from rpc_reading_service.display import Display
 from rpc_reading_service.progress import AGAIN_S, SHORT_S, Progress, Stage
 
@@ -58,6 +60,11 @@ def test_each_stage_has_its_own_time() -> None:
     assert progress.look([stage(name="replaying")], NOW + SHORT_S + 1.0) == ["sending the graph took 3.0 s"]
     progress.look([stage(name="replaying")], NOW + 2 * SHORT_S)
     assert [each.name for each in progress.lasting] == ["replaying"]
+
+
+def test_what_cannot_be_foreseen_is_told_without_a_total_and_what_cannot_be_counted_without_a_number() -> None:
+    assert str(Stage("pickling the graph", 1200.4, None, "MB")) == "pickling the graph: 1,200 MB"
+    assert str(Stage("starting the local daemon", 0.0, None, "")) == "starting the local daemon"
 
 
 # ---------------------------------------------------------------------------------------------------- the bars
@@ -144,6 +151,67 @@ def test_a_graph_may_be_long_under_way_and_that_is_told(
     assert "silent" not in found
 
 
+class Hesitant:
+    """Is pickled before a session only once the log has said so."""
+
+    is_told: Callable[[], bool]
+
+    def __reduce__(self) -> Any:
+        if not any(thread.name == "rpc-reading-preparation" for thread in threading.enumerate()):
+            return Hesitant, ()  # DataLoader2 copies the graph
+        until(Hesitant.is_told)
+        return int, ()
+
+
+STARTS_WHEN_TOLD = """
+import pathlib
+pathlib.Path({gate!r}).read_text()
+"""
+
+
+def open_gate_once_told(gate: Path, told: Callable[[], bool]) -> None:
+    """Whoever waits goes on, and nobody waits any more."""
+    until(told)
+    other = gate.with_name("other")
+    os.link(gate, other)
+    gate.with_name("open").touch()
+    os.replace(gate.with_name("open"), gate)
+    other.write_text("go on")
+
+
+def test_pickling_and_local_daemons_that_take_long_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(STARTS_WHEN_TOLD.format(gate=str(gate)))
+    monkeypatch.syspath_prepend(tmp_path)
+    terminal = on_a_terminal(monkeypatch)
+    caplog.set_level(logging.INFO, "rpc_reading_service.preparation")
+    starting = "starting the local daemon"
+    told = threading.Thread(target=open_gate_once_told, args=(gate, lambda: f"{starting}, after 2 s" in caplog.text))
+    told.start()
+    pipe = IterableWrapper(range(4)).sharding_filter()
+    monkeypatch.setattr(Hesitant, "is_told", lambda: "pickling the graph: " in caplog.text, raising=False)
+    pipe.unused = Hesitant()
+    with DataLoader2(pipe, reading_service=RPCReadingService(1, progress=True)) as loader:
+        assert list(loader) == list(range(4))
+    told.join()
+    assert caplog.messages[0] == "pickling the graph: 0 MB, after 2 s"
+    assert re.fullmatch(r"pickling the graph took \d\.\d s", caplog.messages[1])
+    assert re.fullmatch(rf"{starting} took \d\.\d s", caplog.messages[-1])
+    assert "pickling the graph" in terminal.getvalue()
+    assert starting in terminal.getvalue()
+
+
+def test_how_much_is_pickled_is_told_meanwhile() -> None:
+    told: list[int] = []
+    pipe = IterableWrapper([bytes(1 << 20), *range(100_000)], deepcopy=False).sharding_filter()
+    payload = graph.dump(graph.split(pipe, IterableWrapper([])), None, None, tell=told.append)
+    assert told == sorted(told)
+    assert told[0] < 1 << 20 < told[-2] < told[-1] == len(payload.data)
+
+
 def step(element: int) -> int:
     time.sleep(float(os.environ.get("STEP_S", "0")))
     return element
@@ -182,6 +250,7 @@ def test_workers_that_start_slowly_and_a_long_replay_are_told(
 def test_without_a_terminal_there_are_no_bars(two_daemons: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(reading_service, "Display", None)  # calling it would fail
+    monkeypatch.setattr(preparation, "Display", None)
     service = RPCReadingService(two_daemons, progress=True)
     with DataLoader2(IterableWrapper(range(4)).sharding_filter(), reading_service=service) as loader:
         assert list(loader) == list(range(4))
