@@ -4,8 +4,14 @@ The daemon's state belongs to its one thread, which publishes a ``Status`` once 
 read the last one, which never changes.
 """
 
+import logging
+import socket
+import socketserver
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
 import prometheus_client
@@ -14,7 +20,15 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from rpc_reading_service.messages import SessionStatus, Status, Totals, WorkerStatus
 
+logger = logging.getLogger(__name__)
+
 JOIN_S = 2.0
+
+CONNECTIONS = 16
+"""So many are served at once: each takes a thread and a descriptor of the daemon."""
+
+SILENCE_S = 10.0
+"""Who sends nothing for so long, or does not read, is hung up on: who holds a connection keeps it from others."""
 
 PHASES = {
     "idle": "idle_s",
@@ -36,16 +50,19 @@ class Exporter(Collector):
     Args:
         host: where to listen; whoever can reach it can read the metrics
         port: 0 takes a free one
+        silence: see ``SILENCE_S``
 
     Raises:
         OSError: the port is taken, or the host is not one of this machine's.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, silence: float = SILENCE_S) -> None:
         self._published: tuple[Status, float] | None = None
         registry = CollectorRegistry()
         registry.register(self)
-        self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+        self._server = _Server(host, port, prometheus_client.make_wsgi_app(registry), silence)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="rpc-reading-metrics", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -71,6 +88,51 @@ class Exporter(Collector):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(JOIN_S)
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, as prometheus-client's own; but of those there are no more than ``CONNECTIONS``."""
+
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
+
+    def __init__(self, host: str, port: int, app: Callable[..., Any], silence: float) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        self._silence = silence
+        self._room = threading.Semaphore(CONNECTIONS)
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(app)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        connection.settimeout(self._silence)
+        return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the user has no more threads
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("! %s: its request for metrics came to nothing", client_address, exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    """Logs no requests."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 def families(status: Status, taken: float) -> Iterator[Metric]:

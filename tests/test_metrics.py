@@ -1,11 +1,13 @@
 """What a daemon serves to Prometheus, and the documents that are about it."""
 
+import contextlib
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +115,62 @@ def test_a_daemon_with_metrics_ends_at_sigterm_and_the_port_is_free(daemon: Daem
     exporter.close()
     with pytest.raises(OSError, match="refused"):
         scrape(port)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether nothing comes from the other end, not even its end, for a moment."""
+    connection.settimeout(0.2)
+    try:
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def connect(stack: contextlib.ExitStack, port: int) -> socket.socket:
+    return stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+
+def test_connections_are_bounded_and_who_says_nothing_is_hung_up_on() -> None:
+    exporter = metrics.Exporter("127.0.0.1", 0, silence=3.0)
+    exporter.publish(example())
+    before = threading.active_count()
+    try:
+        with contextlib.ExitStack() as stack:
+            silent = [connect(stack, exporter.port) for _ in range(metrics.CONNECTIONS)]
+            until(lambda: threading.active_count() == before + metrics.CONNECTIONS)
+            assert not any(is_open(connect(stack, exporter.port)) for _ in range(metrics.CONNECTIONS))
+            assert threading.active_count() == before + metrics.CONNECTIONS
+            assert is_open(silent[0])
+            until(lambda: threading.active_count() == before)
+            assert not any(map(is_open, silent))
+            assert value(scrape(exporter.port), "rpc_reading_draining") == 1
+    finally:
+        exporter.close()
+
+
+def test_connections_for_which_there_is_no_thread_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    exporter = metrics.Exporter("127.0.0.1", 0)
+    exporter.publish(example())
+    try:
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert not any(is_open(connect(stack, exporter.port)) for _ in range(metrics.CONNECTIONS))
+        assert value(scrape(exporter.port), "rpc_reading_draining") == 1
+    finally:
+        exporter.close()
+
+
+def test_metrics_are_served_on_ipv6() -> None:
+    exporter = metrics.Exporter("::1", 0)
+    try:
+        assert urllib.request.urlopen(f"http://[::1]:{exporter.port}/metrics", timeout=10).status == 200
+    finally:
+        exporter.close()
 
 
 # Names.
