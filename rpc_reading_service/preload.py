@@ -4,6 +4,12 @@ Besides torch and torchdata that is the daemon's own main module, which multipro
 starts, and the first look through a graph, for which the caches of the abstract base classes are empty.
 """
 
+# ruff: noqa: E402
+import warnings
+
+# Whoever imports torchdata for a training is told; who runs a daemon can do nothing about it, and its log is in lines.
+warnings.filterwarnings("ignore", r"\s#+\sWARNING!\sThe 'datapipes', 'dataloader2' modules are deprecated", UserWarning)
+
 import numpy.random  # at an epoch's first seed otherwise, which takes 17 ms
 import torch
 from torchdata.datapipes.iter import IterableWrapper

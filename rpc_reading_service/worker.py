@@ -354,13 +354,13 @@ class Runner:
             encoded = self._encoder.encode(holder.pop())
         except BaseException as error:  # a batch's own reducers may raise anything, too
             return self._fail(error)
+        nbytes = encoded.nbytes if encoded.buffers else len(encoded.header)  # they are let go of when they are placed
         try:
             self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded)))
         except (BufferError, MemoryError) as error:
             return self._fail(error)
         self._seq += 1
-        nbytes = sum([buffer.nbytes for buffer in encoded.buffers]) if encoded.buffers else 0
-        self._logbook.produced(len(encoded.header) + nbytes)
+        self._logbook.produced(nbytes)
 
     def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | transport.Copied | segments.Lent]:
         """User code can reach the batch's memory as soon as it goes on."""

@@ -224,6 +224,7 @@ def test_a_line_has_time_level_session_and_worker(daemon: Daemon) -> None:
     assert opened == (opened[0], "-")
     assert started == (opened[0], "1")
     assert len(opened[0]) == 8
+    assert [line for line in daemon.errors.splitlines() if not LINE.fullmatch(line)] == []
 
 
 def record_of(error: BaseException | None = None, **fields: Any) -> logging.LogRecord:

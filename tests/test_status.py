@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner
 from daemons import Daemon, running, until, workers_of
 from rich.console import Console
@@ -135,6 +136,18 @@ def test_rates_cpu_and_memory_are_those_of_the_last_second(daemon: Daemon) -> No
         assert worker.cpu < 150
         assert worker.batches_per_s < 200  # 5 ms each
         assert worker.bytes_per_s / worker.batches_per_s == pytest.approx(1000, rel=0.5)
+
+
+def tensor(_element: int) -> torch.Tensor:
+    return torch.zeros(25_000)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_bytes_of_tensors_are_counted_whatever_way_they_travel(daemon: Daemon, transport: str) -> None:
+    before = up(daemon.address).totals.nbytes
+    with load(daemon, IterableWrapper(range(20)).sharding_filter().map(tensor), transport=transport) as loader:
+        assert len(list(loader)) == 20
+        until(lambda: up(daemon.address).totals.nbytes - before == pytest.approx(20 * 100_000, rel=0.01))
 
 
 def test_no_answer_has_a_whole_session_identifier(daemon: Daemon) -> None:
