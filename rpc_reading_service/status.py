@@ -10,6 +10,7 @@ import enum
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -206,13 +207,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table(answers: dict[str, Answer]) -> RenderableType:
-    """Every daemon with its sessions and workers, for 80 columns."""
+def table(answers: dict[str, Answer], summed: bool = False) -> RenderableType:
+    """Every daemon with its sessions and workers, for 80 columns.
+
+    Args:
+        summed: one line for all workers of a session
+    """
     parts: list[RenderableType] = []
     for address, answer in answers.items():
         parts.append(Text.assemble((address, "bold"), "  ", _headline(answer), overflow="fold"))
-        if isinstance(answer, Status):
-            parts += [part for session in answer.sessions for part in _session(session)]
+        for session in answer.sessions if isinstance(answer, Status) else ():
+            parts.append(_session(session))
+            if session.workers:
+                parts.append(_sum(session.workers) if summed else _rows(session.workers))
     return Group(*parts)
 
 
@@ -226,23 +233,34 @@ def _headline(answer: Answer) -> tuple[str, str]:
     return logs.printable(text), "yellow" if draining else "green"
 
 
-def _session(session: SessionStatus) -> Iterator[RenderableType]:
+def _session(session: SessionStatus) -> RenderableType:
     text = f"  session {session.session} of {session.client}: {session.state} for {_duration(session.seconds)}"
     text += f", {session.slots} slot{'s' * (session.slots != 1)}, "
     text += f"graph {session.graph_name} ({session.graph}, {_size(session.graph_bytes)})"
-    yield Text(logs.printable(text), overflow="fold")
-    if not session.workers:
-        return
+    return Text(logs.printable(text), overflow="fold")
+
+
+def _rows(workers: Sequence[WorkerStatus]) -> RenderableType:
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in ("worker", "pid", "state", "doing"):
         rows.add_column(heading, overflow="fold")
     for heading in ("batches/s", "MB/s", "CPU %", "memory"):
         rows.add_column(heading, justify="right", no_wrap=True)
-    for worker in sorted(session.workers, key=lambda each: (each.report.worker, each.report.attempt)):
+    for worker in sorted(workers, key=lambda each: (each.report.worker, each.report.attempt)):
         rows.add_row(
             _name(worker), str(worker.pid), Text(logs.printable(worker.state)), doing(worker), *_figures(worker)
         )
-    yield rows
+    return rows
+
+
+def _sum(workers: Sequence[WorkerStatus]) -> RenderableType:
+    counts = ", ".join(f"{count} {what}" for what, count in Counter(map(doing, workers)).most_common())
+    batches, nbytes = sum(each.batches_per_s for each in workers), sum(each.bytes_per_s for each in workers)
+    cpu, memory = sum(each.cpu for each in workers), sum(each.memory for each in workers)
+    text = (
+        f"  {len(workers)} workers ({counts}): {batches:,.1f} batches/s, {nbytes / 1e6:,.1f} MB/s, {cpu:,.0f} % CPU, "
+    )
+    return Text(text + _size(memory), overflow="fold")
 
 
 def doing(worker: WorkerStatus) -> str:
@@ -265,7 +283,8 @@ def _figures(worker: WorkerStatus) -> tuple[str, str, str, str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.0f} GB"
+    unit, factor = ("KB", 1e3) if nbytes < 1e6 else ("MB", 1e6) if nbytes < 1e10 else ("GB", 1e9)
+    return f"{nbytes / factor:,.0f} {unit}"
 
 
 def _duration(seconds: float) -> str:
@@ -292,9 +311,15 @@ def top(look: Callable[[float], dict[str, Answer]], console: Console, interval: 
                 console.file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
             console.file.flush()
         return
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         for answers in _looks(look, interval, count):
-            live.update(table(answers), refresh=True)
+            live.update(_fitting(answers, console), refresh=True)
+
+
+def _fitting(answers: dict[str, Answer], console: Console) -> RenderableType:
+    """With a line for each worker, if the terminal is high enough."""
+    whole = table(answers)
+    return whole if len(console.render_lines(whole)) <= console.height else table(answers, summed=True)
 
 
 def _looks(

@@ -413,6 +413,22 @@ def test_top_on_a_terminal_shows_the_table_in_place() -> None:
     assert "\x1b[1A" in printed  # back to where it was before
 
 
+def test_top_sums_workers_up_if_the_terminal_is_not_high_enough_for_all() -> None:
+    console = Console(file=io.StringIO(), width=80, height=20, force_terminal=True)
+    worker = example().sessions[0].workers[0]
+    workers = [worker, worker, msgspec.structs.replace(worker, state="starting", memory=10**9)]
+    session = msgspec.structs.replace(example().sessions[0], workers=workers, client="trainer", graph_bytes=5437)
+    answers = {f"cpu{n}:5555": msgspec.structs.replace(example(), draining="", sessions=[session]) for n in range(3)}
+    status.top(lambda _patience: answers, console, interval=0.01, count=1)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    plain = " ".join(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed).split())
+    assert "43,210.9" not in plain
+    figures = "129,632.7 batches/s, 36,000.0 MB/s, 4,800 % CPU, 1,999 GB"
+    assert plain.count(f"3 workers (2 awaits training, 1 builds graph): {figures}") >= 3
+    assert plain.count("graph " + GRAPH + " (e5fdd16ba6ba, 5 KB)") >= 3
+    assert "cpu2:5555 up" in plain
+
+
 def test_a_daemon_without_workers_has_a_line_of_its_own() -> None:
     idle = msgspec.structs.replace(example(), sessions=[], free=4096)
     (line,) = status.lines({"cpu1:5555": idle})
