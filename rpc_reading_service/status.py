@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rpc_reading_service import logs, messages, transport
+from rpc_reading_service import logs, messages, resolver, transport
 from rpc_reading_service.errors import AddressError
 from rpc_reading_service.messages import (
     PROTOCOL_VERSION,
@@ -64,6 +64,18 @@ PHASES = {
 
 
 # Ask.
+
+
+def expand(addresses: Sequence[str]) -> list[str]:
+    """With all that a ``dns://`` name stands for now in its place; one that stands for nothing is shown as down."""
+    expanded: list[str] = []
+    for address in addresses:
+        plain = address.removeprefix(resolver.SCHEME)
+        try:
+            expanded += transport.resolve(plain) if resolver.is_name(address) else [address]
+        except AddressError:
+            expanded.append(plain)
+    return expanded
 
 
 def ask(addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> dict[str, Answer]:

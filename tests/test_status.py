@@ -268,6 +268,18 @@ def test_daemons_that_are_down_are_told_with_the_reason_and_exit_code_1(daemon: 
     assert CliRunner().invoke(main, ["status", daemon.address]).exit_code == 0
 
 
+def test_a_name_stands_for_all_its_daemons(daemon: Daemon) -> None:
+    port = daemon.port
+    known = transport.resolve(f"localhost:{port}")
+    assert f"127.0.0.1:{port}" in known
+    names = [f"dns://localhost:{port}", "cpu1:5555", "dns://no.such.invalid:5555", "dns://cpu1"]
+    assert status.expand(names) == [*known, "cpu1:5555", "no.such.invalid:5555", "cpu1"]
+    said = " ".join(CliRunner().invoke(main, ["status", *names]).output.split())
+    assert f"127.0.0.1:{port} up " in said
+    assert "no.such.invalid:5555 down: worker address" in said
+    assert "cpu1 down: worker address 'cpu1' has no port" in said
+
+
 def test_a_daemon_that_is_stopped_is_not_waited_for(daemon: Daemon) -> None:
     address, began = daemon.address, time.monotonic()
     daemon.process.send_signal(signal.SIGSTOP)
