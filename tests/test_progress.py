@@ -171,7 +171,7 @@ pathlib.Path({gate!r}).read_text()
 
 def open_gate_once_told(gate: Path, told: Callable[[], bool]) -> None:
     """Whoever waits goes on, and nobody waits any more."""
-    until(told)
+    until(told, 30.0)
     other = gate.with_name("other")
     os.link(gate, other)
     gate.with_name("open").touch()
@@ -189,7 +189,7 @@ def test_pickling_and_local_daemons_that_take_long_are_told(
     terminal = on_a_terminal(monkeypatch)
     caplog.set_level(logging.INFO, "rpc_reading_service.preparation")
     starting = "starting the local daemon"
-    told = threading.Thread(target=open_gate_once_told, args=(gate, lambda: f"{starting}, after 2 s" in caplog.text))
+    told = threading.Thread(target=open_gate_once_told, args=(gate, lambda: f"{starting}, after " in caplog.text))
     told.start()
     pipe = IterableWrapper(range(4)).sharding_filter()
     monkeypatch.setattr(Hesitant, "is_told", lambda: "pickling the graph: " in caplog.text, raising=False)
@@ -197,7 +197,7 @@ def test_pickling_and_local_daemons_that_take_long_are_told(
     with DataLoader2(pipe, reading_service=RPCReadingService(1, progress=True)) as loader:
         assert list(loader) == list(range(4))
     told.join()
-    assert caplog.messages[0] == "pickling the graph: 0 MB, after 2 s"
+    assert re.fullmatch(r"pickling the graph: 0 MB, after \d s", caplog.messages[0])
     assert re.fullmatch(r"pickling the graph took \d\.\d s", caplog.messages[1])
     assert re.fullmatch(rf"{starting} took \d\.\d s", caplog.messages[-1])
     assert "pickling the graph" in terminal.getvalue()

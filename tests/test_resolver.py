@@ -171,7 +171,7 @@ def test_a_name_that_does_not_resolve_leaves_the_others_usable(
         assert list(loader) == list(range(20))
     assert f"starting without dns://{NAME}:5000, which has no address" in caplog.text
     text = rf"^the host name '{NAME}' does not resolve".replace("^", r"^worker address '.*': ")
-    with load(workers, num_workers=2, connect_timeout=0.5) as loader, pytest.raises(AddressError, match=text):
+    with load(workers, num_workers=2, connect_timeout=2.0) as loader, pytest.raises(AddressError, match=text):
         iter(loader)
 
 
