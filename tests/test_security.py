@@ -361,7 +361,7 @@ class Bomb:
 def throw(dealer: transport.Dealer, bomb: bytes, ticket: str = "", secret: bytes = b"") -> str:
     """All that a client sends until its graph is loaded, and a pickle alone; returns the session's name."""
     session, digest = os.urandom(16).hex(), hashlib.sha256(bomb).hexdigest()
-    dealer.send([messages.encode(messages.OpenSession(session, 0, "a test", 1, digest, len(bomb), ticket))])
+    dealer.send([messages.encode(messages.OpenSession(session, 0, "a test", 1, digest, len(bomb), "", ticket))])
     dealer.send([messages.encode(messages.GraphChunk(session, 0)), bomb])
     dealer.send([messages.encode(messages.StartWorker(session, 0, 0, 2, 1, 1, 1000)), secret])
     dealer.send([bomb])
