@@ -374,11 +374,8 @@ class Gate:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind("inproc://zeromq.zap.01")
-
-    @property
-    def raw(self) -> Any:
+        self.raw = int(self._socket.fd)
         """A descriptor, as ``Push.raw``: readable when somebody has begun to ask."""
-        return self._socket.fd
 
     def answer(self) -> None:
         """Answer whoever has been asking.
