@@ -412,19 +412,21 @@ class Client:
                 self._waker.wake()
             self._changed.wait(seconds)
             return
-        with Deferral(intake.wake):
-            self._waiter = threading.get_ident()
-            credits = self._session.take_credits()
-            self._changed.release()
-            try:
-                intake.send(credits)
-                intake.wait(seconds)
-            finally:
-                self._changed.acquire()
-                self._waiter = None
-                self._changed.notify_all()  # another may read now
-                if self._session.has_actions:
-                    self._waker.wake()
+        self._waiter = threading.get_ident()
+        try:
+            with Deferral(intake.wake):
+                credits = self._session.take_credits()
+                self._changed.release()
+                try:
+                    intake.send(credits)
+                    intake.wait(seconds)
+                finally:
+                    self._changed.acquire()
+        finally:
+            self._waiter = None
+            self._changed.notify_all()  # another may read now
+            if self._session.has_actions:
+                self._waker.wake()
 
     def notify(self) -> None:
         """With the lock held: something has changed that others may wait for."""
@@ -746,7 +748,10 @@ class _IOThread:
         mine = not self.intake.is_taken
         if mine != self._watches_data:
             self._watches_data = mine
-            (self._poller.watch if mine else self._poller.forget)(self.intake.raw)
+            if mine:
+                self._poller.watch(self.intake.raw)
+            else:
+                self._poller.forget(self.intake.raw)
         if not mine:
             return TURN_S
         self.intake.read()

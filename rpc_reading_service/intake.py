@@ -72,6 +72,7 @@ class Intake:
         self._poller.watch(self.raw)
         self._poller.watch(self._bell.raw)
         self._turn_ends = -math.inf
+        self._has_large = False
         self._closed = False
 
     # What comes in.
@@ -94,22 +95,21 @@ class Intake:
             for arrival in self._reader.read(MESSAGES_PER_TURN):
                 self._arrive(arrival)
                 if self._turn_ends == math.inf:
-                    return
+                    return self.wake()  # who waits may be polling already
 
     def wait(self, seconds: float) -> None:
         """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
         with self._waits:
-            self._turn_ends = math.inf
-            turn = 0.0
+            self._has_large = False
             try:
+                self._turn_ends = math.inf
                 if not self._read_what_is_waited_for() and not self._closed:
                     if self._bell.raw.fileno() in self._poller.wait(seconds):
                         self._bell.clear()
                     self._read_what_is_waited_for()
-                turn = 0.0 if self._reader.is_assembling else TURN_S
             finally:
-                self._turn_ends = time.monotonic() + turn
-        if not turn:
+                self._turn_ends = time.monotonic() + (0.0 if self._has_large else TURN_S)
+        if self._has_large:
             self._hand_over()
 
     def _read_what_is_waited_for(self) -> bool:
@@ -122,6 +122,7 @@ class Intake:
                 taken = True
                 self._arrive(arrival)
                 if arrival.entries and isinstance(arrival.header, messages.Chunk):
+                    self._has_large = True
                     break
         return taken or self.behind
 

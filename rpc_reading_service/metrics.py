@@ -4,6 +4,7 @@ The daemon's state belongs to its one thread, which publishes a ``Status`` once 
 read the last one, which never changes.
 """
 
+import io
 import logging
 import socket
 import socketserver
@@ -129,10 +130,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    """Logs no requests."""
+    """Logs no requests, and writes of none that failed, which the log would not know of."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+    def get_stderr(self) -> Any:
+        return io.StringIO()
 
 
 def families(status: Status, taken: float) -> Iterator[Metric]:

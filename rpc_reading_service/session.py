@@ -305,7 +305,8 @@ class ClientSession:
         if self.closed or self.workers:
             return
         silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
-        if (silent or self._unresolved) and not (now - self._widened > START_WITHOUT_S and self._suffices()):
+        patient = now - self._widened <= START_WITHOUT_S and not self._is_late(now)
+        if (silent or self._unresolved) and (patient or not self._suffices()):
             return
         if self._wanted is None:
             self._wanted = self._shares()
@@ -977,13 +978,15 @@ class ClientSession:
         """Resolving and connecting share one ``connect_timeout``."""
         silent = [link for link in self.links.values() if link.state is LinkState.GREETING]
         rejected = silent and not self._unresolved and all(link.rejected for link in silent)
-        late = now - self._started >= self.options.connect_timeout
-        in_vain = (rejected and not self._suffices()) or (late and (silent or self._unresolved))
-        if in_vain and not self.workers:
+        in_vain = rejected or (self._is_late(now) and (silent or self._unresolved))
+        if in_vain and not self._suffices() and not self.workers:
             reasons = tuple(reason or self._unanswered(name) for name, reason in self._unresolved.items())
             self._actions.append(FailToConnect([link.address for link in silent], reasons))
         elif self._unresolved and now - self._asked_names >= ASK_NAMES_S:
             self._ask_names(now)
+
+    def _is_late(self, now: float) -> bool:
+        return now - self._started >= self.options.connect_timeout
 
     def _unanswered(self, name: str) -> str:
         return f"{name}: no answer from this machine's DNS within {self.options.connect_timeout:g} s"

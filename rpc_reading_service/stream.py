@@ -199,11 +199,6 @@ class StreamReader:
         """The worker is gone; whatever is still looked at stays mapped."""
         self._attachments.pop((worker, attempt), None)
 
-    @property
-    def is_assembling(self) -> bool:
-        """Whether a large batch has come in part, or another may follow at once on one that has come."""
-        return bool(self._assemblies) or not self.drained
-
     def forget(self, worker: int) -> None:
         """The rest of the worker's batch will not come."""
         self._assemblies.pop(worker, None)
@@ -223,14 +218,15 @@ class StreamReader:
             return Arrival(header, error=error)
 
     def _receive(self, header: Any) -> Arrival:
+        if isinstance(header, Chunk):
+            return Arrival(header, self._chunk(header))
+        self.forget(header.worker)  # what it had begun was of an epoch that is over
         match header:
             case Batches():
                 return Arrival(header, self._batches(header))
             case Large():
                 self._assemblies[header.worker] = (header, self._assembly(header))
                 return Arrival(header)
-            case Chunk():
-                return Arrival(header, self._chunk(header))
             case _:
                 return Arrival(header, body=self._receiver.receive_frame() if self._receiver.more else b"")
 

@@ -359,8 +359,12 @@ class Runner:
             return self._fail(error)
         nbytes = encoded.nbytes if encoded.buffers else len(encoded.header)  # they are let go of when they are placed
         try:
-            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded)))
-        except (BufferError, MemoryError) as error:
+            parcel = Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded))
+        except MemoryError as error:
+            return self._fail(error)
+        try:
+            self._put(parcel)
+        except BufferError as error:
             return self._fail(error)
         self._seq += 1
         self._logbook.produced(nbytes)

@@ -649,16 +649,17 @@ def test_ctrl_c_while_a_batch_is_read_loses_nothing(two_daemons: list[str], monk
         assert loader.reading_service.statistics().losses == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_s_handler_may_close_the_session_in_the_middle_of_a_wait(
-    daemon: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr("rpc_reading_service.client.CLOSE_S", 10 * SOON_S)
     os.mkfifo(tmp_path / "fifo")
     loader = load(sharded().map(functools.partial(hold, tmp_path / "fifo")), daemon)
     iterator = iter(loader)
     thread = loader.reading_service._client._io._thread  # type: ignore[union-attr]
-    before = signal.signal(signal.SIGUSR1, lambda *_: loader.shutdown())
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    before = signal.signal(number, lambda *_: loader.shutdown())
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
     timer.start()
     try:
         with refused_soon(ClosedError, "has been finalized"):
@@ -667,7 +668,7 @@ def test_a_signal_s_handler_may_close_the_session_in_the_middle_of_a_wait(
         assert not thread.is_alive()
     finally:
         timer.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(number, before)
 
 
 def test_a_worker_that_crashes_again_and_again_does_not_outlast_timeout(daemon: list[str]) -> None:

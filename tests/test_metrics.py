@@ -159,6 +159,24 @@ def test_who_says_nothing_is_hung_up_on() -> None:
         exporter.close()
 
 
+def test_an_answer_that_cannot_be_sent_writes_nothing_past_the_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise TimeoutError("whoever asked does not read")
+
+    exporter = metrics.Exporter("127.0.0.1", 0)
+    try:
+        monkeypatch.setattr(exporter._server, "application", fail)
+        with contextlib.ExitStack() as stack:
+            asking = connect(stack, exporter.port)
+            asking.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            until(lambda: not is_open(asking))
+    finally:
+        exporter.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_connections_for_which_there_is_no_thread_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -986,6 +986,18 @@ def test_what_a_name_comes_to_have_has_as_long_to_answer_as_any_other() -> None:
     assert asked(played) == ["a"]
 
 
+def test_what_a_name_comes_to_have_at_the_last_moment_does_not_end_a_session_that_can_do_without() -> None:
+    played = unresolved("a", num_workers=2, connect_timeout=20.0)
+    for number in range(19):
+        found = [f"b{n}" for n in range(number + 1)]
+        played.session.resolved(found, played.now, {"dns://late:5555": "it does not resolve"})
+        played.watch(1.0)
+    assert asked(played) == []
+    played.tick(1.0)
+    assert asked(played) == ["a"]
+    assert played.take(FailToConnect) == []
+
+
 def test_resolving_and_connecting_share_one_connect_timeout() -> None:
     played = unresolved(connect_timeout=20.0)
     played.watch(19.0)

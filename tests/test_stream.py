@@ -118,6 +118,12 @@ def chunk(
     return [encode(Chunk(SESSION, WORKER, attempt, epoch, seq, part, offset)), *body]
 
 
+def test_a_large_batch_that_was_broken_off_is_forgotten_with_the_next_message() -> None:
+    reader = StreamReader(Scripted([*packed(batch(0, b"x" * (CHUNK_BYTES + 1)))[:2], *packed(batch(0, b"x"))]), wanted)
+    assert len(list(reader.read(10))) == 3
+    assert reader._assemblies == {}
+
+
 # ---------------------------------------------------------------------------------------------------- there and back
 
 sizes = st.one_of(
