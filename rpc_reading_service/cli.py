@@ -216,7 +216,7 @@ def show_status(addresses: Sequence[str], keys: str | None, timeout: float, as_j
 
     from rpc_reading_service import status
 
-    answers = status.ask(status.expand(addresses), _client_keys(keys), timeout)
+    answers = status.ask(status.expand(addresses, timeout), _client_keys(keys), timeout)
     sys.exit(0 if status.show(answers, Console(), as_json) else EXIT_DOWN)
 
 
@@ -230,7 +230,7 @@ def watch(addresses: Sequence[str], keys: str | None, timeout: float, interval: 
 
     from rpc_reading_service import status
 
-    daemons = status.Watch(status.expand(addresses), _client_keys(keys), timeout)
+    daemons = status.Watch(status.expand(addresses, timeout), _client_keys(keys), timeout)
     with contextlib.suppress(KeyboardInterrupt):
         status.top(daemons.look, Console(), interval, count)
 

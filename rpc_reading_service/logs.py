@@ -188,7 +188,7 @@ def stop(log: Log) -> None:
 
 
 class Output:
-    """What one worker writes, line by line into the log.
+    """What one worker, or a graph that is loaded, writes, line by line into the log.
 
     Args:
         session: of the worker

@@ -42,7 +42,7 @@ class Resolver:
     def __init__(self, names: Sequence[str], done: Callable[[], None]) -> None:
         self._names = names
         self._done = done
-        self._asked: dict[str, _Question] = {}
+        self._asked: dict[str, Question] = {}
         self._known: dict[str, list[str]] = {}
         self._troubles: dict[str, str] = {}
 
@@ -50,7 +50,7 @@ class Resolver:
         """Ask for the addresses of each name once more, unless that question is open."""
         for name in self._names:
             if name not in self._asked:
-                self._asked[name] = _Question(name, self._done)
+                self._asked[name] = Question(name, self._done)
 
     def take(self) -> tuple[list[str], dict[str, str]] | None:
         """What is known now, if any answer has come since the last call.
@@ -69,7 +69,7 @@ class Resolver:
         unknown = [name for name in self._names if name not in self._known]
         return sorted(addresses), {name: self._troubles.get(name, "") for name in unknown}
 
-    def _note(self, question: "_Question") -> None:
+    def _note(self, question: "Question") -> None:
         """A trouble is logged once, however often the question is repeated."""
         name, trouble = question.address, question.trouble
         if trouble and trouble != self._troubles.get(name):
@@ -80,7 +80,7 @@ class Resolver:
             self._known[name] = question.found
 
 
-class _Question(threading.Thread):
+class Question(threading.Thread):
     """Asks the system for the addresses of a name, from now on."""
 
     def __init__(self, name: str, done: Callable[[], None]) -> None:

@@ -66,16 +66,18 @@ PHASES = {
 # Ask.
 
 
-def expand(addresses: Sequence[str]) -> list[str]:
-    """With all that a ``dns://`` name stands for now in its place; one that stands for nothing is shown as down."""
-    expanded: list[str] = []
-    for address in addresses:
-        plain = address.removeprefix(resolver.SCHEME)
-        try:
-            expanded += transport.resolve(plain) if resolver.is_name(address) else [address]
-        except AddressError:
-            expanded.append(plain)
-    return expanded
+def expand(addresses: Sequence[str], timeout: float) -> list[str]:
+    """With all that a ``dns://`` name stands for now in its place; one that stands for nothing is shown as down.
+
+    Args:
+        timeout: how long the names are waited for, together, in seconds
+    """
+    answered, deadline = threading.Event(), transport.Deadline(timeout)
+    questions = {name: resolver.Question(name, answered.set) for name in addresses if resolver.is_name(name)}
+    while not all(question.is_over for question in questions.values()) and answered.wait(deadline.remaining()):
+        answered.clear()
+    found = {name: question.found or [name.removeprefix(resolver.SCHEME)] for name, question in questions.items()}
+    return [each for address in addresses for each in found.get(address, [address])]
 
 
 def ask(addresses: Sequence[str], keys: CurveKeys | None, timeout: float) -> dict[str, Answer]:

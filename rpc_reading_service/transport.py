@@ -1,8 +1,8 @@
 """The only place that opens, polls or closes a socket; ZeroMQ stays behind it.
 
 A socket belongs to the thread that opened it; ``Waker`` is how any other thread gets that thread's attention. The data
-sockets are used by two threads, each under their owner's lock, which is the memory barrier that ZeroMQ asks for. Every
-socket lingers for a chosen time, and every wait has a ``Deadline``.
+sockets are used by several threads, one at a time, under their owner's lock, which is the memory barrier that ZeroMQ
+asks for. Every socket lingers for a chosen time, and every wait has a ``Deadline``.
 """
 
 import contextlib
@@ -269,7 +269,8 @@ class Lock(NamedTuple):
 class Password(NamedTuple):
     """What a session without keys knows its own by (PLAIN): others get no further than the handshake.
 
-    It keeps out who cannot see the connection; it is not encrypted, and nothing else is.
+    It keeps out who cannot see the connection; it is not encrypted, and nothing else is. A connection that broke comes
+    back when the gate is answered: not while user code of the worker holds the GIL.
 
     Args:
         password: that one end shows

@@ -692,7 +692,7 @@ def dispatched() -> Any:
 
 LONG = "ReaderOfPhotographsOnManyOl..."
 
-NAMES: dict[str, Callable[[], Any]] = {
+NAMED: dict[str, Callable[[], Any]] = {
     "IterableWrapper": lambda: IterableWrapper([]),
     "SequenceWrapper -> Mapper": lambda: SequenceWrapper([]).map(half),
     "IterableWrapper -> FileLister -> ShardingFilter -> Batcher": lambda: FileLister(".").sharding_filter().batch(2),
@@ -706,7 +706,7 @@ NAMES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMED)
 def test_a_graph_is_named_by_its_datapipes_up_to_the_last_on_the_workers(name: str) -> None:
-    assert graph.split(NAMES[name](), IterableWrapper([])).name == name
+    assert graph.split(NAMED[name](), IterableWrapper([])).name == name
     assert len(name) <= graph.MOST_OF_NAME

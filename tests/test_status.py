@@ -268,12 +268,23 @@ def test_daemons_that_are_down_are_told_with_the_reason_and_exit_code_1(daemon: 
     assert CliRunner().invoke(main, ["status", daemon.address]).exit_code == 0
 
 
+def test_a_name_server_that_is_silent_is_waited_for_as_long_as_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(transport, "resolve", lambda address: [str(ends.wait(30.0))])
+    assert status.expand(["dns://cpu:5555", "dns://cpu2:5555", "cpu1:5555"], 0.1) == [
+        "cpu:5555",
+        "cpu2:5555",
+        "cpu1:5555",
+    ]
+    ends.set()
+
+
 def test_a_name_stands_for_all_its_daemons(daemon: Daemon) -> None:
     port = daemon.port
     known = transport.resolve(f"localhost:{port}")
     assert f"127.0.0.1:{port}" in known
     names = [f"dns://localhost:{port}", "cpu1:5555", "dns://no.such.invalid:5555", "dns://cpu1"]
-    assert status.expand(names) == [*known, "cpu1:5555", "no.such.invalid:5555", "cpu1"]
+    assert status.expand(names, 30.0) == [*known, "cpu1:5555", "no.such.invalid:5555", "cpu1"]
     said = " ".join(CliRunner().invoke(main, ["status", *names]).output.split())
     assert f"127.0.0.1:{port} up " in said
     assert "no.such.invalid:5555 down: worker address" in said
