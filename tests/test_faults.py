@@ -289,6 +289,7 @@ class EndsLate(IterDataPipe[int]):
             threading.Event().wait(0.01)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_shard_that_is_lost_is_noticed(free_port: int, tmp_path: Path) -> None:
     behind, gate = LocalDaemon(1, ["--data-ports", f"{free_port}-{free_port}"]), Gate()
     try:
@@ -311,6 +312,7 @@ def test_the_end_of_a_shard_that_is_lost_is_noticed(free_port: int, tmp_path: Pa
         behind.close()
 
 
+@pytest.mark.slow
 def test_batches_of_an_old_epoch_that_come_late_are_dropped(free_port: int) -> None:
     behind, gate = LocalDaemon(1, ["--data-ports", f"{free_port}-{free_port}"]), Gate(delay=0.5)
     try:

@@ -216,6 +216,7 @@ def test_two_sessions_that_send_the_same_graph_at_once_are_both_served() -> None
     assert both == 2 * [list(range(PIECES))]
 
 
+@pytest.mark.slow
 def test_if_the_daemon_is_killed_while_a_graph_is_loaded_nothing_is_left(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with running("--slots", "1", "--port", "0") as daemon:

@@ -223,6 +223,7 @@ def start_slowly(datapipe: Any, _info: Any) -> Any:
     return datapipe
 
 
+@pytest.mark.slow
 def test_workers_that_start_slowly_and_a_long_replay_are_told(
     two_daemons: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
