@@ -1137,7 +1137,10 @@ def test_credit_goes_to_shards_that_have_more_to_send() -> None:
     played.session.credit(0, 4)
     played.session.credit(1, 4)
     played.session.credit(0, 5, hungry=True)
+    assert played.session.has_credits
+    assert not played.session.has_actions
     assert played.take() == [SendData(0, 0, Credit(SESSION, 0, 0, 1, consumed, consumed == 5)) for consumed in (4, 5)]
+    assert not played.session.has_credits
 
 
 def test_credit_for_a_vacant_worker_waits_for_the_replay() -> None:

@@ -46,6 +46,14 @@ def test_the_class_not_used_for_the_longest_time_gives_way() -> None:
     assert shelf.nbytes == 40
 
 
+def test_a_class_without_blocks_is_passed_over() -> None:
+    shelf: Shelf[str] = Shelf(40)
+    shelf.put(10, "taken")
+    assert shelf.take(10) == "taken"
+    shelf.put(20, "old")
+    assert shelf.put(30, "new") == ["old"]
+
+
 def test_a_block_larger_than_the_limit_is_not_kept() -> None:
     shelf: Shelf[str] = Shelf(10)
     assert shelf.put(20, "large") == ["large"]
