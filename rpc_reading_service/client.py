@@ -720,6 +720,7 @@ class _IOThread:
 
     def _step(self) -> None:
         now, news = time.monotonic(), []
+        self.intake.tend(now)
         with self._client.lock:
             self._client.close_session()
             news_of_names = self._client.resolver.take()

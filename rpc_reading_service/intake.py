@@ -17,11 +17,11 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from rpc_reading_service import buffers, messages, segments, transport
+from rpc_reading_service import buffers, lanes, messages, segments, transport
 from rpc_reading_service.actions import ConnectData, SendData
 from rpc_reading_service.security import Pair
 from rpc_reading_service.stream import Arrival, StreamReader
@@ -34,6 +34,70 @@ MESSAGES_PER_TURN = 256
 
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 """Those of ``signal`` make members of an enumeration out of handlers, and back: 17 us for each wait, instead of 1."""
+
+
+class Source(Protocol):
+    """Where the streams of all workers come from: ``lanes.Lanes``, or with keys ``Sockets``."""
+
+    @property
+    def raw(self) -> int:
+        """A descriptor, readable when something may have come."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether ``raw`` tells of everything that ``read`` has left."""
+
+    def read(self, at_most: int) -> Iterator[Arrival]:
+        """What has arrived and is wanted."""
+
+    def attach(self, worker: int, attempt: int, attachment: segments.Attachment) -> None: ...
+
+    def connect(self, worker: int, attempt: int, endpoint: str) -> None: ...
+
+    def send(self, worker: int, attempt: int, frame: bytes) -> None: ...
+
+    def disconnect(self, worker: int, attempt: int) -> None: ...
+
+    def tend(self, now: float) -> None:
+        """To be called now and then."""
+
+    def close(self) -> None: ...
+
+
+class Sockets(StreamReader):
+    """Encrypted streams: one socket of ZeroMQ's, which connects again by itself."""
+
+    def __init__(
+        self, pull: transport.Pull, accepts: Callable[[Any], bool], allocate: Callable[[int], memoryview]
+    ) -> None:
+        super().__init__(pull, accepts, allocate)
+        self._pull = pull
+        self._connections: dict[tuple[int, int], transport.DataConnection] = {}
+
+    @property
+    def raw(self) -> int:
+        return self._pull.raw
+
+    def connect(self, worker: int, attempt: int, endpoint: str) -> None:
+        self._connections[worker, attempt] = self._pull.connect(endpoint)
+
+    def send(self, worker: int, attempt: int, frame: bytes) -> None:
+        connection = self._connections.get((worker, attempt))
+        if connection is not None:
+            self._pull.send(connection, frame)
+
+    def disconnect(self, worker: int, attempt: int) -> None:
+        connection = self._connections.pop((worker, attempt), None)
+        self.forget(worker)
+        self.detach(worker, attempt)
+        if connection is not None:
+            self._pull.disconnect(connection)
+
+    def tend(self, now: float) -> None:
+        """Nothing is due, ever."""
+
+    def close(self) -> None:
+        self._pull.close()
 
 
 class Intake:
@@ -58,13 +122,15 @@ class Intake:
         hand_over: Callable[[], None],
         allocate: Callable[[int], memoryview] = buffers.allocate,
     ) -> None:
-        self._pull = context.pull(session, Pair.from_raw(secret) if secret else None)
-        self.raw = self._pull.raw
+        self._source: Source = (
+            Sockets(context.pull(session, Pair.from_raw(secret)), accepts, allocate)
+            if secret
+            else lanes.Lanes(session, accepts, allocate)
+        )
+        self.raw = self._source.raw
         """What the I/O thread polls in its turn."""
-        self._reader = StreamReader(self._pull, accepts, allocate)
         self._arrive = arrive
         self._hand_over = hand_over
-        self._connections: dict[tuple[int, int], transport.DataConnection] = {}
         self._lock = threading.Lock()
         self._waits = threading.Lock()
         self._bell = transport.Waker()
@@ -85,32 +151,42 @@ class Intake:
     @property
     def behind(self) -> bool:
         """Whether ``read`` has left something that nobody will be told of."""
-        return not self._reader.drained
+        return not self._source.drained
 
     def read(self) -> None:
         """For the I/O thread: take in what has arrived, up to a limit, or until somebody waits for it."""
         with self._lock:
             if self._closed:
                 return
-            for arrival in self._reader.read(MESSAGES_PER_TURN):
+            for arrival in self._source.read(MESSAGES_PER_TURN):
                 self._arrive(arrival)
                 if self._turn_ends == math.inf:
                     return self.wake()  # who waits may be polling already
 
     def wait(self, seconds: float) -> None:
         """For one thread at a time: read, and if there is nothing yet, wait for it, or for ``wake``."""
+        deadline = transport.Deadline(seconds)
         with self._waits:
             self._has_large = False
             try:
                 self._turn_ends = math.inf
-                if not self._read_what_is_waited_for() and not self._closed:
-                    if self._bell.raw.fileno() in self._poller.wait(seconds):
-                        self._bell.clear()
-                    self._read_what_is_waited_for()
+                while not self._read_what_is_waited_for() and self._rest(deadline):
+                    pass
             finally:
                 self._turn_ends = time.monotonic() + (0.0 if self._has_large else TURN_S)
         if self._has_large:
             self._hand_over()
+
+    def _rest(self, deadline: transport.Deadline) -> bool:
+        """Whether something may have come."""
+        if self._closed or deadline.expired:
+            return False
+        ready = self._poller.wait(deadline.remaining() or 0.0)
+        if self._bell.raw.fileno() not in ready:
+            return bool(ready)
+        self._bell.clear()
+        self._read_what_is_waited_for()
+        return False
 
     def _read_what_is_waited_for(self) -> bool:
         """All small batches that have arrived, but one large one; whether there was anything."""
@@ -118,10 +194,10 @@ class Intake:
         with self._lock:
             if self._closed:
                 return False
-            for arrival in self._reader.read(MESSAGES_PER_TURN):
+            for arrival in self._source.read(MESSAGES_PER_TURN):
                 taken = True
                 self._arrive(arrival)
-                if arrival.entries and isinstance(arrival.header, messages.Chunk):
+                if arrival.is_large:
                     self._has_large = True
                     break
         return taken or self.behind
@@ -141,8 +217,8 @@ class Intake:
         endpoint = transport.beside(action.address, action.port)  # which may take a while
         with self._lock:
             if attachment is not None:
-                self._reader.attach(action.worker, action.attempt, attachment)
-            self._connections[action.worker, action.attempt] = self._pull.connect(endpoint)
+                self._source.attach(action.worker, action.attempt, attachment)
+            self._source.connect(action.worker, action.attempt, endpoint)
         self._touched()
 
     def send(self, actions: Sequence[SendData]) -> None:
@@ -151,20 +227,20 @@ class Intake:
             return
         with self._lock:
             for action in actions:
-                connection = self._connections.get((action.worker, action.attempt))
-                if connection is not None and not self._closed:
-                    self._pull.send(connection, messages.encode(action.message))
+                if not self._closed:
+                    self._source.send(action.worker, action.attempt, messages.encode(action.message))
         self._touched()
 
     def disconnect(self, worker: int, attempt: int) -> None:
         """The worker is gone; whatever is still looked at stays mapped."""
         with self._lock:
-            connection = self._connections.pop((worker, attempt), None)
-            self._reader.forget(worker)
-            self._reader.detach(worker, attempt)
-            if connection is not None:
-                self._pull.disconnect(connection)
+            self._source.disconnect(worker, attempt)
         self._touched()
+
+    def tend(self, now: float) -> None:
+        """For the I/O thread, now and then."""
+        with self._lock:
+            self._source.tend(now)
 
     def _touched(self) -> None:
         """Who polls has read before, and reads now: a thread that waits may be polling already."""
@@ -178,6 +254,7 @@ class Intake:
         self.wake()
         with self._waits:
             self._bell.close()
+            self._source.close()
 
 
 class Deferral:

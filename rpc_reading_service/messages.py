@@ -36,7 +36,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
@@ -578,7 +578,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batches(Data, frozen=True):
-    """Batches of at most ``CHUNK_BYTES`` in all, not counting what lies in shared memory.
+    """Batches of at most ``CHUNK_BYTES`` in all, not counting what lies in shared memory, or one of any size by a lane.
 
     Their codec headers come in one frame, then a frame for each buffer that has no place.
     """

@@ -28,6 +28,11 @@ EXIT_CUT_OFF = 72
 SMALL_WINDOW_BYTES = 256 << 10
 """The window in bytes for small batches, so that they can travel together."""
 
+AHEAD_COUNT = 16
+AHEAD_BYTES = 8 << 20
+"""So many batches may be in flight while they are not more bytes than that: an end that sleeps between two of them, and
+is woken for each, takes longer to wake than to move 344 KB."""
+
 BATCH_OVERHEAD_BYTES = 64
 """What a batch counts for beside its bytes: Python objects of an empty one."""
 
@@ -128,7 +133,9 @@ class Window:
             return True
         if self.in_flight_bytes + self._largest > self.nbytes:
             return False
-        return in_flight < self.count or self.in_flight_bytes < SMALL_WINDOW_BYTES
+        if in_flight < self.count or self.in_flight_bytes < SMALL_WINDOW_BYTES:
+            return True
+        return in_flight < AHEAD_COUNT and self.in_flight_bytes < AHEAD_BYTES
 
     def produce(self, batch_weight: int) -> None:
         """A batch is on its way."""
@@ -145,7 +152,7 @@ class Window:
 
 
 class CreditMeter:
-    """When the client should tell a worker what was consumed: a quarter of the window's bytes and half its batches.
+    """When the client should tell a worker what was consumed: a quarter of a window of small batches, half of others.
 
     Args:
         nbytes: the worker's share of ``prefetch_bytes``
@@ -154,8 +161,11 @@ class CreditMeter:
 
     def __init__(self, nbytes: int, count: int = 1) -> None:
         self._nbytes = nbytes
-        self._due_at = min(SMALL_WINDOW_BYTES, nbytes) // 4
-        self._due_count = max(1, count // 2)
+        self._count_always = count
+        self._least_bytes = min(SMALL_WINDOW_BYTES, nbytes) // 4
+        self._least_count = max(1, count // 2)
+        self._due_bytes = min(AHEAD_BYTES, nbytes) // 2
+        self._due_count = max(AHEAD_COUNT // 2, self._least_count)
         self._largest = 0
         self._since = 0
         self._count = 0
@@ -166,7 +176,9 @@ class CreditMeter:
         self._count += 1
         if batch_weight > self._largest:
             self._largest = batch_weight
-        if self._since < self._due_at or self._count < self._due_count:
+        if self._since < self._least_bytes or self._count < self._least_count:
+            return False
+        if self._since < self._due_bytes and self._count < self._due_count:
             return False
         self._since = self._count = 0
         return True
@@ -176,7 +188,10 @@ class CreditMeter:
 
         Provided that all that it has sent has been consumed: then its window holds those, none larger than the largest.
         """
-        return not untold or (untold < self._due_count and (untold + 1) * self._largest <= self._nbytes)
+        if not untold:
+            return True
+        is_ahead = untold < AHEAD_COUNT and untold * self._largest < AHEAD_BYTES
+        return (untold < self._count_always or is_ahead) and (untold + 1) * self._largest <= self._nbytes
 
 
 # Which versions fit together.

@@ -29,7 +29,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,7 +209,12 @@ class Segments:
         segment = self._take(recycling.size_class(nbytes))
         return None if segment is None else self._hold(segment)[:nbytes]
 
-    def place(self, parts: list[memoryview], shared: bool = True) -> Sequence[Any]:
+    @property
+    def accepted(self) -> bool:
+        """Whether the client maps it."""
+        return self._board.accepted
+
+    def place(self, parts: list[memoryview], shared: bool = True, sole: Container[int] = ()) -> Sequence[Any]:
         """Put a batch's buffers where user code cannot reach them, though it goes on.
 
         What was written into lent memory that nobody looks at any more stays where it is. Everything else is copied.
@@ -217,6 +222,7 @@ class Segments:
         Args:
             parts: the buffers; emptied, so that the caller does not count as one who still looks
             shared: whether they may travel in shared memory, and not in frames alone
+            sole: addresses of those that user code cannot reach anyway; they stay where they are
 
         Returns:
             For each buffer a ``Lent``, a view of lent memory, or what ``copy`` made of it.
@@ -237,7 +243,7 @@ class Segments:
             mine = whole[segment.slot]
             placed[index] = Lent(segment, mine, offset, nbytes[index]) if shared else mine[offset:][: nbytes[index]]
         rest = [index for index in range(len(parts)) if index not in placed]
-        placed.update(zip(rest, self._copies([parts[index] for index in rest], shared), strict=True))
+        placed.update(zip(rest, self._copies([parts[index] for index in rest], shared, sole), strict=True))
         parts.clear()
         return [placed[index] for index in range(len(nbytes))]
 
@@ -246,18 +252,18 @@ class Segments:
         held = list(self._held.values())
         spots = {}
         for index, part in enumerate(parts if held else ()):
-            address = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+            address = _address(part)
             for segment in held:
                 if 0 <= address - segment.address < segment.size:
                     spots[index] = segment, address - segment.address
         return spots
 
-    def _copies(self, parts: Sequence[memoryview], shared: bool) -> Sequence[Any]:
+    def _copies(self, parts: Sequence[memoryview], shared: bool, sole: Container[int]) -> Sequence[Any]:
         offsets, nbytes = _layout(parts)
         self.copied += nbytes
         segment = self._take(recycling.size_class(nbytes)) if shared and nbytes >= recycling.LEAST_BYTES else None
         if segment is None:
-            return [self._copy(part) for part in parts]
+            return [part if sole and _address(part) in sole else self._copy(part) for part in parts]
         target = np.frombuffer(segment.memory, np.uint8)
         for offset, part in zip(offsets, parts, strict=True):
             target[offset : offset + part.nbytes] = np.frombuffer(part, np.uint8)
@@ -343,6 +349,10 @@ class Segments:
         self._slots.append(segment.slot)
         self._nbytes -= segment.size
         segment.close()
+
+
+def _address(part: memoryview) -> int:
+    return int(np.frombuffer(part, np.uint8).__array_interface__["data"][0])
 
 
 def _layout(parts: Sequence[memoryview]) -> tuple[list[int], int]:

@@ -23,7 +23,7 @@ from rpc_reading_service.messages import (
     Message,
     Opened,
 )
-from rpc_reading_service.transport import Copied, Piece
+from rpc_reading_service.transport import Borrowed, Copied, Piece
 
 BATCHES_PER_MESSAGE = 1024
 
@@ -39,16 +39,21 @@ class Parcel(NamedTuple):
     kind: type[Data]
     """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
     header: bytes = b""
-    buffers: "Sequence[memoryview | Copied | segments.Lent]" = ()
+    buffers: "Sequence[memoryview | Borrowed | Copied | segments.Lent]" = ()
 
     @property
     def sizes(self) -> list[int]:
         return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
 
     @property
-    def travelling(self) -> list[memoryview | Copied]:
+    def travelling(self) -> list[memoryview | Borrowed | Copied]:
         """The buffers that do not lie in shared memory."""
         return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)]
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it cannot wait."""
+        return any(isinstance(buffer, Borrowed) for buffer in self.buffers)
 
 
 class Packed(NamedTuple):
@@ -71,7 +76,7 @@ class Packer:
 
     def opened(self) -> Packed:
         """The first message of all."""
-        return Packed([messages.encode(Opened(*self._stream, 0, 0))])
+        return Packed(self._message(Opened(*self._stream, 0, 0)))
 
     def pack(self, parcels: Sequence[Parcel]) -> Iterator[Packed]:
         """The messages for these parcels, in order."""
@@ -89,7 +94,7 @@ class Packer:
             elif parcel.kind is Batches:
                 yield from self._large(parcel)
             else:
-                yield Packed([messages.encode(self._header(parcel, parcel.kind)), parcel.header], [parcel])
+                yield Packed(self._message(self._header(parcel, parcel.kind), parcel.header), [parcel])
         if together:
             yield self._batches(together)
 
@@ -101,13 +106,14 @@ class Packer:
         all_buffers = [buffer for parcel in parcels for buffer in parcel.buffers]
         places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
         header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
-        body = b"".join(parcel.header for parcel in parcels)
-        frames = [
-            buffer.frames[0] if isinstance(buffer, Copied) else buffer
-            for parcel in parcels
-            for buffer in parcel.travelling
-        ]
-        return Packed([messages.encode(header), body, *frames], parcels)
+        body = parcels[0].header if len(parcels) == 1 else b"".join([parcel.header for parcel in parcels])
+        frames = [buffer for parcel in parcels for buffer in parcel.travelling]
+        return Packed(self._message(header, body, frames), parcels)
+
+    def _message(self, header: Message, body: bytes | None = None, frames: Sequence[Any] = ()) -> list[Piece]:
+        """The frames of one message."""
+        pieces = [frame.frames[0] if isinstance(frame, Copied) else frame for frame in frames]
+        return [messages.encode(header), *([] if body is None else [body]), *pieces]
 
     def _large(self, parcel: Parcel) -> Iterator[Packed]:
         yield Packed([messages.encode(self._header(parcel, Large, parcel.sizes))], [parcel])
@@ -117,7 +123,7 @@ class Packer:
                 yield Packed([messages.encode(header), piece], [parcel])
 
 
-def _pieces(data: memoryview | Copied) -> Sequence[Piece]:
+def _pieces(data: Any) -> Sequence[Piece]:
     """Each of ``CHUNK_BYTES``, but for the last; none of nothing."""
     if isinstance(data, Copied):
         return data.frames if data.nbytes else []
@@ -154,14 +160,74 @@ class Arrival(NamedTuple):
     error: StreamError | None = None
     """The message breaks the stream's rules."""
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it took long to read: a batch of more than ``CHUNK_BYTES`` that does not lie in shared memory."""
+        if not self.entries or self.entries[0].nbytes <= CHUNK_BYTES:
+            return False
+        return not (isinstance(self.header, Batches) and self.header.places)
 
-class StreamReader:
-    """Reads what any number of workers send to one socket.
+
+class Reader:
+    """Reads the streams of any number of workers.
+
+    Args:
+        accepts: whether a message with this header is wanted; asked before anything is allocated for it
+        allocate: gives the memory for a buffer
+    """
+
+    def __init__(
+        self, accepts: Callable[[Any], bool], allocate: Callable[[int], memoryview] = buffers.allocate
+    ) -> None:
+        self._accepts = accepts
+        self._allocate = allocate
+        self._attachments: dict[tuple[int, int], segments.Attachment] = {}
+
+    def attach(self, worker: int, attempt: int, attachment: segments.Attachment) -> None:
+        """The buffers of this worker may lie in shared memory."""
+        self._attachments[worker, attempt] = attachment
+
+    def detach(self, worker: int, attempt: int) -> None:
+        """The worker is gone; whatever is still looked at stays mapped."""
+        self._attachments.pop((worker, attempt), None)
+
+    def _entries(self, header: Batches, body: Any, fetch: Callable[[int], Any]) -> list[Entry]:
+        """The batches of one message.
+
+        Args:
+            body: their codec headers
+            fetch: gives the next buffer that does not lie in shared memory, by its size
+        """
+        entries, start = [], 0
+        lent, numbers = self._look(header), itertools.count()
+        for header_size, *sizes in header.sizes:
+            parts = [lent.get(next(numbers)) or fetch(size) for size in sizes] if sizes else ()
+            nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size + sum(sizes)
+            entries.append(Entry(body[start : start + header_size], parts, nbytes))
+            start += header_size
+        return entries
+
+    def _look(self, header: Batches) -> dict[int, memoryview]:
+        if not header.places:
+            return {}
+        attachment = self._attachments.get((header.worker, header.attempt))
+        if attachment is None:
+            raise StreamError(f"worker {header.worker}: a buffer lies in shared memory that was not agreed upon")
+        return attachment.look(header.places, [size for sizes in header.sizes for size in sizes[1:]])
+
+    def _refuse(self, header: Any) -> None:
+        attachment = self._attachments.get((header.worker, header.attempt))
+        if isinstance(header, Batches) and attachment is not None:
+            for place in header.places.values():
+                attachment.give_back(place)
+
+
+class StreamReader(Reader):
+    """Reads what any number of workers send to one socket of ZeroMQ's.
 
     Args:
         receiver: the socket
-        accepts: whether a message with this header is wanted; asked before anything is allocated for it
-        allocate: gives the memory for a buffer
+        accepts, allocate: see ``Reader``
     """
 
     def __init__(
@@ -170,13 +236,11 @@ class StreamReader:
         accepts: Callable[[Any], bool],
         allocate: Callable[[int], memoryview] = buffers.allocate,
     ) -> None:
+        super().__init__(accepts, allocate)
         self._receiver = receiver
-        self._accepts = accepts
-        self._allocate = allocate
         self.drained = True
         """Whether the last ``read`` ended since nothing more had arrived."""
         self._assemblies: dict[int, tuple[Large, buffers.Assembly]] = {}
-        self._attachments: dict[tuple[int, int], segments.Attachment] = {}
 
     def read(self, at_most: int) -> Iterator[Arrival]:
         """What has arrived and is wanted."""
@@ -190,14 +254,6 @@ class StreamReader:
             arrival = self._take_in(frame)
             if arrival is not None:
                 yield arrival
-
-    def attach(self, worker: int, attempt: int, attachment: segments.Attachment) -> None:
-        """The buffers of this worker may lie in shared memory."""
-        self._attachments[worker, attempt] = attachment
-
-    def detach(self, worker: int, attempt: int) -> None:
-        """The worker is gone; whatever is still looked at stays mapped."""
-        self._attachments.pop((worker, attempt), None)
 
     def forget(self, worker: int) -> None:
         """The rest of the worker's batch will not come."""
@@ -230,34 +286,13 @@ class StreamReader:
             case _:
                 return Arrival(header, body=self._receiver.receive_frame() if self._receiver.more else b"")
 
-    def _refuse(self, header: Any) -> None:
-        attachment = self._attachments.get((header.worker, header.attempt))
-        if isinstance(header, Batches) and attachment is not None:
-            for place in header.places.values():
-                attachment.give_back(place)
-
     def _batches(self, header: Batches) -> list[Entry]:
         if not self._receiver.more:
             raise StreamError(f"worker {header.worker}: a message with batches has no body")
         body = self._receiver.receive_frame()  # whose slices, unlike a view's, the garbage collector need not look at
         if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != len(body):
             raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
-        entries, start = [], 0
-        lent, numbers = self._look(header), itertools.count()
-        for header_size, *sizes in header.sizes:
-            parts = [lent.get(next(numbers)) or self._buffer(header, size) for size in sizes] if sizes else ()
-            nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size + sum(sizes)
-            entries.append(Entry(body[start : start + header_size], parts, nbytes))
-            start += header_size
-        return entries
-
-    def _look(self, header: Batches) -> dict[int, memoryview]:
-        if not header.places:
-            return {}
-        attachment = self._attachments.get((header.worker, header.attempt))
-        if attachment is None:
-            raise StreamError(f"worker {header.worker}: a buffer lies in shared memory that was not agreed upon")
-        return attachment.look(header.places, [size for sizes in header.sizes for size in sizes[1:]])
+        return self._entries(header, body, lambda size: self._buffer(header, size))
 
     def _assembly(self, header: Large) -> buffers.Assembly:
         try:

@@ -277,7 +277,7 @@ class Password(NamedTuple):
         is_asked: whether this is the other end
     """
 
-    password: str
+    password: bytes
     is_asked: bool
 
     def put_on(self, socket_: "zmq.Socket[bytes]") -> None:
@@ -285,13 +285,13 @@ class Password(NamedTuple):
             socket_.plain_server = True
             socket_.zap_domain = _DOMAIN
         else:
-            socket_.plain_username, socket_.plain_password = _DOMAIN, self.password.encode()
+            socket_.plain_username, socket_.plain_password = _DOMAIN, self.password
 
 
 def _lock_of_session(session: str, pair: Pair | None, connects: bool) -> Lock | Password:
     """For one end of a session's data channels: both have the session's pair, or its password."""
     if pair is None:
-        return Password(_password(session), is_asked=not connects)
+        return Password(password(session), is_asked=not connects)
     return Lock(pair, pair.public if connects else None)
 
 
@@ -330,7 +330,7 @@ class Context:
 
     def session_gate(self, session: str, pair: Pair | None) -> "Gate":
         """For a worker: lets in those who belong to its session."""
-        key = (_password(session) if pair is None else pair.public).encode()
+        key = password(session) if pair is None else pair.public.encode()
         return self.gate(lambda shown, _address: hmac.compare_digest(shown.encode(), key))
 
     def dealer(self, address: str, keys: CurveKeys | None = None) -> "Dealer":
@@ -773,8 +773,9 @@ def _secret_name(session: str, what: str) -> bytes:
     return b"s" + hashlib.sha256(f"{what} of {session}".encode()).digest()
 
 
-def _password(session: str) -> str:
-    return _secret_name(session, "password").hex()
+def password(session: str) -> bytes:
+    """What is shown at a data port without keys: only who knows the session can tell it."""
+    return _secret_name(session, "password").hex().encode()
 
 
 class DataConnection(NamedTuple):
@@ -928,6 +929,16 @@ class Copied:
             if error.errno != errno.ENOMEM:
                 raise
             raise MemoryError(f"there is no room to send {self.nbytes:,} bytes") from error
+
+
+class Borrowed(NamedTuple):
+    """Memory that user code may reach as soon as it goes on: what has not been sent by then has to be copied."""
+
+    view: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
 
 
 def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Piece]) -> bool:

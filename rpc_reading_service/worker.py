@@ -24,14 +24,25 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from rpc_reading_service import buffers, codec, graph, inplace, messages, protocol, segments, transport
+from rpc_reading_service import (
+    buffers,
+    codec,
+    graph,
+    inplace,
+    lanes,
+    messages,
+    ownership,
+    protocol,
+    segments,
+    transport,
+)
 from rpc_reading_service.dispatch import IDLE_S, DispatchMailbox, Feed, FeedBroken, FeedOutlet
 from rpc_reading_service.messages import (
     CHUNK_BYTES,
@@ -236,6 +247,7 @@ class Runner:
         logbook: where the daemon can read what this worker has done, and was at when it died
         memory: shared with the client; None if there is none to share
         limit: bytes of memory that the worker may use; None if there is no limit
+        sends_from_place: whether what need not be copied is sent from where it is
     """
 
     def __init__(
@@ -249,8 +261,10 @@ class Runner:
         logbook: buffers.Logbook,
         memory: segments.Segments | None,
         limit: int | None = None,
+        sends_from_place: bool = False,
     ) -> None:
         self._limit = limit
+        self._sends_from_place = sends_from_place
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
         self._shard = shard
@@ -353,13 +367,14 @@ class Runner:
             self._logbook.replayed()
             return
         self._logbook.enter(_ENCODING, time.monotonic())
+        sole = self._sole(holder)
         try:
             encoded = self._encoder.encode(holder.pop())
         except BaseException as error:  # a batch's own reducers may raise anything, too
             return self._fail(error)
         nbytes = encoded.nbytes if encoded.buffers else len(encoded.header)  # they are let go of when they are placed
         try:
-            parcel = Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded))
+            parcel = Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded, sole))
         except MemoryError as error:
             return self._fail(error)
         try:
@@ -369,16 +384,21 @@ class Runner:
         self._seq += 1
         self._logbook.produced(nbytes)
 
-    def _copies(self, encoded: codec.Encoded) -> Sequence[memoryview | transport.Copied | segments.Lent]:
+    def _sole(self, holder: list[Any]) -> Container[int]:
+        """What need not be copied, if it can be sent from where it is."""
+        direct = self._sends_from_place and self._memory is not None and not self._memory.accepted
+        return ownership.sole(holder) if direct else ()
+
+    def _copies(self, encoded: codec.Encoded, sole: Container[int]) -> Sequence[Any]:
         """User code can reach the batch's memory as soon as it goes on."""
         if not encoded.buffers:
             return ()
         if self._memory is None:
             return [transport.Copied(buffer) for buffer in encoded.buffers]
-        return self._memory.place(encoded.buffers, shared=len(encoded.header) <= CHUNK_BYTES)
+        return self._memory.place(encoded.buffers, len(encoded.header) <= CHUNK_BYTES, sole)
 
     def _put(self, parcel: Parcel) -> None:
-        if self._mailbox.put(parcel):
+        if self._mailbox.put(parcel) or parcel.is_borrowed:
             self._send()
 
     def _fail(self, error: BaseException) -> None:
@@ -458,7 +478,13 @@ class ClientOutlet:
     thread polls: so whoever does something reads what has come.
     """
 
-    def __init__(self, mailbox: Mailbox, push: transport.Push, packer: Packer, drop: Callable[[Parcel], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        push: transport.Push | lanes.Listener,
+        packer: Packer,
+        drop: Callable[[Parcel], None],
+    ) -> None:
         self._mailbox = mailbox
         self._push = push
         self._packer = packer
@@ -495,6 +521,8 @@ class ClientOutlet:
         while self._outgoing and self._push.send(self._outgoing[0].frames):
             self._outgoing.popleft()
             self._opened = sent = True
+        for packed in self._outgoing:  # nobody is there
+            packed.frames[:] = map(lanes.keep, packed.frames)
         return sent
 
     def abandon(self) -> None:
@@ -512,12 +540,12 @@ class IOThread:
         channel: to the daemon
         outlet: to whoever takes the parcels
         feed: from the dispatching worker, if there is one
-        gate: lets in those who belong to the session
+        gate: lets in those who belong to the session, where ZeroMQ's sockets are connected to
     """
 
     def __init__(
         self, channel: transport.Channel, waker: transport.Waker, reply: Reply, command: Any, outlet: Any, feed: Feed,
-        context: transport.Context, gate: transport.Gate,
+        context: transport.Context, gate: transport.Gate | None,
     ) -> None:  # fmt: skip
         self.runner: Runner | None = None
         self._channel = channel
@@ -534,7 +562,8 @@ class IOThread:
 
     def run(self) -> None:
         """Until the daemon is gone, and then end the process, whatever the main thread is doing."""
-        for raw in (self._channel.raw, self._waker.raw, self._gate.raw, *self._outlet.raw):
+        gate = [] if self._gate is None else [self._gate.raw]
+        for raw in (self._channel.raw, self._waker.raw, *gate, *self._outlet.raw):
             self._poller.watch(raw)
         try:
             while True:
@@ -554,7 +583,7 @@ class IOThread:
         ready = self._poller.wait(0.0 if moved else self._feed.patience(self._outlet.patience, time.monotonic()))
         if self._waker.raw.fileno() in ready:
             self._waker.clear()
-        if self._gate.raw in ready:
+        if self._gate is not None and self._gate.raw in ready:
             self._gate.answer()
         if self._channel.raw in ready:
             for frames in self._channel.receive_all():
@@ -655,7 +684,7 @@ def _build(
     context = transport.Context()
     waker = transport.Waker()
     pair = Pair.from_raw(secret) if secret else None
-    gate = context.session_gate(start.session, pair)
+    gate = context.session_gate(start.session, pair) if start.is_dispatching or pair else None
     feed = Feed(start, waker, pair)
     mailbox: Mailbox | DispatchMailbox
     outlet: Outlet
@@ -666,11 +695,19 @@ def _build(
         send: Callable[[], object] = waker.wake  # the I/O thread alone uses this socket
     else:
         window = protocol.Window(start.prefetch_count, start.prefetch_bytes)
-        memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes, transport.Copied)
+        who = start.session, start.worker, start.attempt
+        push: transport.Push | lanes.Listener
+        packer: Packer
+        copy: Callable[[memoryview], Any]
+        if pair is None:
+            push, packer = lanes.Listener(start.session, host, ports), lanes.LanePacker(*who)
+            copy = push.borrow
+        else:
+            push, packer = context.push(start.session, pair, host, ports), Packer(*who)
+            copy = transport.Copied
+        memory = segments.Segments(SEGMENTS_PER_WINDOW * start.prefetch_bytes, copy)
         drop = functools.partial(_take_back, memory)
         mailbox = Mailbox(window, waker, memory.board, drop, logbook)
-        push = context.push(start.session, pair, host, ports)
-        packer = Packer(start.session, start.worker, start.attempt)
         outlet = ClientOutlet(mailbox, push, packer, drop)
         port, send = push.port, outlet.pump
     io = IOThread(channel, waker, reply, mailbox.command, outlet, feed, context, gate)
@@ -679,7 +716,7 @@ def _build(
         inplace.lend_from(memory.lend)
     shard = graph.load(unpickle(), start.num_workers, start.worker, feed.elements)
     kind = DispatchRunner if start.is_dispatching else Runner
-    io.runner = kind(shard, mailbox, send, reply, start, feed, logbook, memory, limit)
+    io.runner = kind(shard, mailbox, send, reply, start, feed, logbook, memory, limit, pair is None)
     offer = None if memory is None else memory.offer
     reply(WorkerReady(start.session, start.worker, start.attempt, os.getpid(), port, offer))
     return io.runner

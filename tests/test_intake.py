@@ -12,8 +12,10 @@ import zmq
 from rpc_reading_service import intake as intake_module
 from rpc_reading_service import messages, transport
 from rpc_reading_service.actions import ConnectData, SendData
-from rpc_reading_service.intake import Deferral, Intake
-from rpc_reading_service.messages import CHUNK_BYTES, Batches, Credit
+from rpc_reading_service.intake import Deferral, Intake, Sockets
+from rpc_reading_service.lanes import LanePacker, Listener
+from rpc_reading_service.messages import CHUNK_BYTES, Batches, Credit, Opened
+from rpc_reading_service.security import Pair
 from rpc_reading_service.stream import Arrival, Packer, Parcel
 
 SESSION = "0123456789abcdef" * 2
@@ -22,39 +24,48 @@ LONG_S = 30.0
 
 
 class Ends:
-    """Both ends of a data channel, in one process."""
+    """Both ends of a data channel, in one process; with keys, or by a lane."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_keys: bool) -> None:
         self.context = transport.Context()
-        self.gate = self.context.session_gate(SESSION, None)
-        self.push = self.context.push(SESSION, None, "127.0.0.1", [0])
+        pair = Pair.new() if has_keys else None
+        self.gate = self.context.session_gate(SESSION, pair)
+        self.push: Any = Listener(SESSION, "127.0.0.1", [0])
+        self.packer: Packer = LanePacker(SESSION, 0, 0)
+        if has_keys:
+            self.push.close()
+            self.push, self.packer = self.context.push(SESSION, pair, "127.0.0.1", [0]), Packer(SESSION, 0, 0)
         self.arrived: list[tuple[str, int]] = []
+        self.is_open = False
+        self.has_arrived = threading.Event()
         self.handed_over = threading.Event()
-        self.intake = Intake(self.context, SESSION, b"", lambda header: True, self._note, self.handed_over.set)
+        who = SESSION, b"" if pair is None else pair.raw
+        self.intake = Intake(self.context, *who, lambda header: True, self._note, self.handed_over.set)
         self.intake.connect(ConnectData(0, 0, "127.0.0.1:1", self.push.port, 0, None), None)
         self._seq = 0
-        while not self.push.send([b"no message of ours"]):  # the first tells that the connection is there
+        deadline = transport.Deadline(LONG_S)
+        while not self.push.send(self.packer.opened().frames):  # the first tells that the connection is there
+            assert not deadline.expired
             self.intake.wait(0.01)
             self.gate.answer()
             list(self.push.receive_all())
-        self.until(lambda: self.arrived != [])
-        self.arrived.clear()
+        self.until(lambda: self.is_open)
 
     def _note(self, arrival: Arrival) -> None:
-        seq = -1 if arrival.header is None else arrival.header.seq
-        if arrival.entries or seq < 0:
-            self.arrived.append((threading.current_thread().name, seq))
+        self.is_open |= isinstance(arrival.header, Opened)
+        if arrival.entries and arrival.header is not None:
+            self.arrived.append((threading.current_thread().name, arrival.header.seq))
+            self.has_arrived.set()
 
     def send_batch(self) -> None:
-        header = Batches(SESSION, 0, 0, 1, self._seq, [[1]], {})
-        self._seq += 1
-        assert self.push.send([messages.encode(header), b"x"])
+        self._send(Parcel(1, self._seq, Batches, b"x"))
 
     def send_large(self) -> None:
-        size = CHUNK_BYTES + 1
-        parcel = Parcel(1, self._seq, Batches, b"x" * size)
+        self._send(Parcel(1, self._seq, Batches, b"x" * (CHUNK_BYTES + 1)))
+
+    def _send(self, parcel: Parcel) -> None:
         self._seq += 1
-        for message in Packer(SESSION, 0, 0).pack([parcel]):
+        for message in self.packer.pack([parcel]):
             assert self.push.send(message.frames)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -70,9 +81,16 @@ class Ends:
         self.context.close()
 
 
+@pytest.fixture(params=[False, True], ids=["lanes", "keys"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(request.param)
+    yield ends
+    ends.close()
+
+
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    ends = Ends()
+def encrypted() -> Iterator[Ends]:
+    ends = Ends(has_keys=True)
     yield ends
     ends.close()
 
@@ -115,6 +133,13 @@ def test_a_wait_can_be_ended(ends: Ends) -> None:
     assert ends.arrived == []
 
 
+def has_come(ends: Ends) -> bool:
+    source: Any = ends.intake._source
+    if isinstance(source, Sockets):
+        return transport._has_news(source._pull._socket)
+    return bool(source._epoll.poll(0))
+
+
 def test_what_comes_while_another_thread_sends_is_not_missed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sending takes the news that something has come from the descriptor that the first thread polls."""
     poll, has_read, may_poll = ends.intake._poller.wait, threading.Event(), threading.Event()
@@ -129,7 +154,7 @@ def test_what_comes_while_another_thread_sends_is_not_missed(ends: Ends, monkeyp
     has_read.wait()
     ends.send_batch()
     deadline = transport.Deadline(LONG_S)
-    while not transport._has_news(ends.intake._pull._socket):
+    while not has_come(ends):
         assert not deadline.expired
     ends.intake.send([credit(1)])
     may_poll.set()
@@ -161,11 +186,12 @@ def test_what_is_read_at_once_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyP
     assert len(ends.arrived) < 6
 
 
-def test_nothing_is_read_sent_or_waited_for_once_it_is_closed() -> None:
-    ends = Ends()
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_nothing_is_read_sent_or_waited_for_once_it_is_closed(has_keys: bool) -> None:
+    ends = Ends(has_keys)
     ends.send_batch()
     waiting = in_a_thread(lambda: [ends.intake.wait(LONG_S) for _ in range(2)])
-    ends.until(lambda: ends.arrived != [])
+    assert ends.has_arrived.wait(LONG_S)  # and not ``until``, which would wait for the thread's second turn to end
     ends.close()
     assert ended(waiting)
     ends.intake.send([credit(1)])
@@ -251,8 +277,9 @@ def test_ctrl_c_is_left_alone_where_it_is_ignored_and_in_other_threads() -> None
 
 
 def test_a_message_to_a_worker_that_ctrl_c_broke_off_is_not_continued_by_the_next(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    encrypted: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends = encrypted
     real, calls = zmq.Socket.send, []
 
     def interrupted(socket: Any, data: Any, *args: Any, **options: Any) -> Any:
@@ -273,8 +300,9 @@ def test_a_message_to_a_worker_that_ctrl_c_broke_off_is_not_continued_by_the_nex
 
 
 def test_ctrl_c_in_the_middle_of_a_message_costs_that_message_alone(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    encrypted: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends = encrypted
     real, calls = transport.Pull.receive_frame, []
 
     def interrupted(pull: Any) -> bytes:

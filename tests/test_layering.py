@@ -12,7 +12,19 @@ import rpc_reading_service
 VALUES = ["errors", "messages"]
 PURE = ["codec", "recycling", "protocol", "pool", "actions", "links", "progress", "session"]
 PURE += ["merge", "statistics", "checkpoint"]
-EFFECTS = ["logs", "security", "buffers", "usage", "segments", "floods", "transport", "resolver", "stream"]
+EFFECTS = [
+    "logs",
+    "security",
+    "buffers",
+    "usage",
+    "segments",
+    "floods",
+    "transport",
+    "resolver",
+    "stream",
+    "lanes",
+    "ownership",
+]
 EFFECTS += ["inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "origin", "daemon", "intake", "client"]
 EDGES = ["launchers", "display", "preparation", "reading_service", "testing", "status", "cli", "preload", "__main__"]

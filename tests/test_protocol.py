@@ -77,6 +77,8 @@ from rpc_reading_service.messages import (
 )
 from rpc_reading_service.pool import Pool, deal
 from rpc_reading_service.protocol import (
+    AHEAD_BYTES,
+    AHEAD_COUNT,
     BATCH_OVERHEAD_BYTES,
     SMALL_WINDOW_BYTES,
     TRANSITIONS,
@@ -186,8 +188,26 @@ def test_count_batches_may_always_be_in_flight() -> None:
     window = Window(3, 100 << 20)
     for _ in range(3):
         assert window.is_open
-        window.produce(1 << 20)
+        window.produce(AHEAD_BYTES)
     assert not window.is_open
+
+
+def test_of_middling_batches_more_may_be_in_flight() -> None:
+    window = Window(3, 100 << 20)
+    while window.is_open:
+        window.produce(344 << 10)
+    assert window.produced == AHEAD_COUNT
+    window = Window(3, 100 << 20)
+    while window.is_open:
+        window.produce(1 << 20)
+    assert window.in_flight_bytes == AHEAD_BYTES
+
+
+def test_but_no_more_bytes_than_the_budget() -> None:
+    window = Window(3, 3 << 20)
+    while window.is_open:
+        window.produce(1 << 20)
+    assert window.in_flight_bytes == 3 << 20
 
 
 def test_small_batches_travel_together_beyond_the_count() -> None:
@@ -228,10 +248,10 @@ def test_older_news_of_consumption_changes_nothing() -> None:
 
 def test_credit_for_what_was_not_produced_yet_counts_up_to_what_was() -> None:
     window = Window(1, 1 << 30)
-    window.produce(1 << 20)
+    window.produce(AHEAD_BYTES)
     window.credit(1 << 60)
     assert window.consumed == 1
-    window.produce(1 << 20)
+    window.produce(AHEAD_BYTES)
     assert not window.is_open
 
 
@@ -259,17 +279,23 @@ def test_a_replay_cannot_have_consumed_more_than_it_produced() -> None:
 def test_the_worker_is_told_after_a_quarter_of_the_small_window() -> None:
     meter = CreditMeter(1 << 30)
     quarter = SMALL_WINDOW_BYTES // 4
-    assert [meter.consume(quarter // 2) for _ in range(4)] == [False, True, False, True]
+    many = 2 * AHEAD_COUNT
+    assert [meter.consume(quarter // many) for _ in range(2 * many)] == [*[False] * (many - 1), True] * 2
 
 
-def test_the_worker_is_told_after_a_quarter_of_a_smaller_budget() -> None:
+def test_the_worker_is_told_after_half_of_a_smaller_budget() -> None:
     meter = CreditMeter(400)
-    assert [meter.consume(each) for each in (99, 1, 100, 50)] == [False, True, True, False]
+    assert [meter.consume(each) for each in (199, 1, 200, 50)] == [False, True, True, False]
+
+
+def test_the_worker_is_told_of_half_its_middling_batches_at_once() -> None:
+    meter, half = CreditMeter(1 << 30, count=4), AHEAD_COUNT // 2
+    assert [meter.consume(344 << 10) for _ in range(2 * half)] == [*[False] * (half - 1), True] * 2
 
 
 def test_the_worker_is_told_of_half_its_large_batches_at_once() -> None:
     meter = CreditMeter(1 << 30, count=4)
-    assert [meter.consume(SMALL_WINDOW_BYTES) for _ in range(5)] == [False, True, False, True, False]
+    assert [meter.consume(AHEAD_BYTES) for _ in range(5)] == [False, True, False, True, False]
 
 
 def test_a_budget_of_nothing_tells_after_every_batch() -> None:

@@ -177,7 +177,7 @@ def test_nothing_is_sent_before_the_client_is_there_and_its_arrival_is_an_event(
 
 STRANGERS = {
     "without a password": None,
-    "with the password of another session": transport.Password(transport._password(OTHER), is_asked=False),
+    "with the password of another session": transport.Password(transport.password(OTHER), is_asked=False),
     "with keys": transport.Lock(Pair.new(), Pair.new().public),
 }
 
@@ -195,7 +195,7 @@ def test_whoever_does_not_belong_to_the_session_is_shut_out_in_the_handshake(
 
 
 def test_one_of_the_session_comes_through_the_handshake(context: Sockets, push: transport.Push) -> None:
-    with dealer(push.port, transport.Password(transport._password(SESSION), is_asked=False)) as (_, monitor):
+    with dealer(push.port, transport.Password(transport.password(SESSION), is_asked=False)) as (_, monitor):
         context.wait_until(lambda: monitor.poll(0) > 0, push.raw)
         assert parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -238,7 +238,7 @@ def test_everybody_who_asks_to_be_let_in_is_answered(context: Sockets) -> None:
     with context._context.socket(zmq.DEALER) as asking:
         asking.connect("inproc://zeromq.zap.01")
         for number in range(500):
-            password = transport._password(SESSION if number % 2 else OTHER).encode()
+            password = transport.password(SESSION if number % 2 else OTHER)
             asking.send_multipart([b"", b"1.0", b"%d" % number, b"", b"127.0.0.1", b"", b"PLAIN", b"", password])
         context._gate.answer()
         answers = [(int(answer[2]), answer[3]) for answer in transport._drain(asking)]

@@ -11,14 +11,14 @@ from rpc_reading_service import messages, protocol, transport
 from rpc_reading_service import worker as worker_module
 from rpc_reading_service.buffers import Logbook
 from rpc_reading_service.messages import Batches, Credit, EndOfShard, StartEpoch
-from rpc_reading_service.protocol import Window
+from rpc_reading_service.protocol import AHEAD_BYTES, Window
 from rpc_reading_service.segments import Segments
 from rpc_reading_service.stream import Packer, Parcel
 from rpc_reading_service.transport import Waker
 from rpc_reading_service.worker import ClientOutlet, Mailbox
 
 SESSION = "0" * 32
-LARGE = bytes(1 << 20)
+LARGE = bytes(AHEAD_BYTES)
 MANY = 1 << 20
 
 
