@@ -49,8 +49,15 @@ def allocate(nbytes: int) -> memoryview:
 
 
 def snapshot(buffer: memoryview) -> memoryview:
-    """A copy, for what user code can still reach and change."""
-    copy = allocate(buffer.nbytes)
+    """A copy, for what user code can still reach and change.
+
+    Raises:
+        MemoryError: there is no room for it.
+    """
+    try:
+        copy = allocate(buffer.nbytes)
+    except MemoryError as error:
+        raise MemoryError(f"there is no room to send {buffer.nbytes:,} bytes") from error
     np.frombuffer(copy, dtype=np.uint8)[:] = np.frombuffer(buffer, dtype=np.uint8)
     return copy
 

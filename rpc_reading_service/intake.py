@@ -134,7 +134,7 @@ class Intake:
         self._lock = threading.Lock()
         self._waits = threading.Lock()
         self._bell = transport.Waker()
-        self._poller = transport.Poller()
+        self._poller = transport.Descriptors()
         self._poller.watch(self.raw)
         self._poller.watch(self._bell.raw)
         self._turn_ends = -math.inf

@@ -412,6 +412,8 @@ class Lanes(Reader):
 
     def connect(self, worker: int, attempt: int, endpoint: str) -> None:
         """To a worker's data port; see ``transport.beside``."""
+        if (worker, attempt) in self._lanes:
+            self._close(self._lanes[worker, attempt])
         lane = self._lanes[worker, attempt] = _Lane(self, self._epoll, endpoint)
         self._connect(lane)
 
@@ -453,7 +455,7 @@ class Lanes(Reader):
     def _close(self, lane: "_Lane") -> None:
         self._behind.pop(lane, None)
         if lane.is_open:
-            del self._open[lane.descriptor]
+            self._open.pop(lane.descriptor, None)
             lane.close()
 
     def close(self) -> None:

@@ -154,7 +154,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             machine; None takes the addresses in ``RPC_READING_WORKERS``, and if there are none starts
             one worker per core on this machine
         num_workers: number of shards; by default all slots that the daemons have free
-        worker_prefetch_cnt: batches per worker that may be in flight or waiting; small ones may be more, up to 256 KiB
+        worker_prefetch_cnt: batches per worker that may be in flight or waiting; smaller ones may be more, 16 while
+            they are less than 8 MiB, and as many as are 256 KiB
         in_order: round robin over the shards, always the same; otherwise whoever is ready first
         on_worker_loss: ``"recover"`` runs the lost shard again elsewhere, without what has arrived already; ``"raise"``
             raises ``WorkerLostError``; ``"drop"`` goes on without the rest of the shard, with a warning

@@ -227,6 +227,10 @@ class Segments:
         Returns:
             For each buffer a ``Lent``, a view of lent memory, or what ``copy`` made of it.
         """
+        if not self._held:  # nothing was written in place: the quick way
+            copies = self._copies(parts, shared and self._board.accepted, sole)
+            parts.clear()
+            return copies
         spots = self._spots(parts)
         nbytes = [part.nbytes for part in parts]
         for index in spots:
@@ -251,7 +255,7 @@ class Segments:
         """Which buffers lie in lent memory: by their index the segment and the offset."""
         held = list(self._held.values())
         spots = {}
-        for index, part in enumerate(parts if held else ()):
+        for index, part in enumerate(parts):
             address = _address(part)
             for segment in held:
                 if 0 <= address - segment.address < segment.size:
@@ -304,8 +308,11 @@ class Segments:
 
     def _take(self, size: int) -> _Segment | None:
         with self._lock:
+            segment = self._shelf.take(size)
+            if segment is not None and not self._dropped:
+                return segment
             self._collect()
-            return self._shelf.take(size) or self._make(size)
+            return segment or self._shelf.take(size) or self._make(size)
 
     def _collect(self) -> None:
         """What the client has given back is free, and what nobody here looks at."""

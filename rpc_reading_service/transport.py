@@ -1,4 +1,4 @@
-"""The only place that opens, polls or closes a socket; ZeroMQ stays behind it.
+"""Where sockets are opened, polled and closed, but for ``lanes``; ZeroMQ stays behind it.
 
 A socket belongs to the thread that opened it; ``Waker`` is how any other thread gets that thread's attention. The data
 sockets are used by several threads, one at a time, under their owner's lock, which is the memory barrier that ZeroMQ
@@ -1076,6 +1076,21 @@ class Poller:
     def wait(self, seconds: float) -> set[Any]:
         """Those that are ready: sockets themselves, file descriptors for anything else."""
         return {raw for raw, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))}
+
+
+class Descriptors:
+    """Waits as ``Poller`` does, in a quarter of the time, but not for ZeroMQ's sockets."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+
+    def watch(self, raw: Any) -> None:
+        """A descriptor, or what has one."""
+        self._poll.register(raw, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[int]:
+        """The descriptors that are ready."""
+        return [descriptor for descriptor, _ in self._poll.poll(max(0, int(seconds * 1000 + 0.999)))]
 
 
 class Channel:

@@ -38,6 +38,15 @@ def tensor(megabytes: int) -> torch.Tensor:
     return torch.ones(megabytes << 20, dtype=torch.uint8)
 
 
+def kept(megabytes: int) -> torch.Tensor:
+    """User code can still reach it."""
+    KEPT.append(tensor(megabytes))
+    return KEPT[-1]
+
+
+KEPT: list[torch.Tensor] = []
+
+
 def array(megabytes: int) -> bytes:
     return bytes(megabytes << 20)
 
@@ -71,7 +80,7 @@ def test_a_worker_that_wants_more_memory_fails_by_name_and_its_shard_alone(daemo
 
 
 def test_a_batch_whose_copy_finds_no_room_fails_by_name_too(daemon: Daemon) -> None:
-    with load(daemon, IterableWrapper([5, 200]).sharding_filter().map(tensor), transport="tcp") as loader:
+    with load(daemon, IterableWrapper([5, 200]).sharding_filter().map(kept), transport="tcp") as loader:
         iterator = iter(loader)
         assert len(next(iterator)) == 5 << 20
         with pytest.raises(MemoryError, match=rf"{re.escape(USED_UP)} .* to send 209,715,200 bytes"):

@@ -190,7 +190,9 @@ class Rules:
 
 def sources() -> st.SearchStrategy[Piece]:
     sizes = st.integers(0, 13)
-    elements = st.lists(st.integers() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False), max_size=6)
+    elements = st.lists(
+        st.integers() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=6
+    )
     return st.one_of(
         sizes.map(lambda size: Piece(f"IterableWrapper(range({size}))", full=size > 0)),
         elements.map(lambda elements: Piece(f"IterableWrapper({elements!r})", full=bool(elements))),

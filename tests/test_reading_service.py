@@ -562,8 +562,10 @@ def test_pin_memory_pins_the_tensors_of_a_batch(pool: list[str]) -> None:
 # How far the workers run ahead.
 
 WINDOWS = {
-    "by number": (100_000, {"worker_prefetch_cnt": 4}, range(4, 5)),
-    "by number, large batches": (5_000_000, {"worker_prefetch_cnt": 2}, range(2, 3)),
+    "by number": (5_000_000, {"worker_prefetch_cnt": 4}, range(4, 5)),
+    "by number, large batches": (10_000_000, {"worker_prefetch_cnt": 2}, range(2, 3)),
+    "middling ones by number": (100_000, {"worker_prefetch_cnt": 1}, range(16, 17)),
+    "middling ones by bytes": (1_000_000, {"worker_prefetch_cnt": 1}, range(9, 10)),
     "by prefetch_bytes": (5_000_000, {"worker_prefetch_cnt": 8, "prefetch_bytes": 16_000_000}, range(3, 4)),
     "at least one": (100_000, {"prefetch_bytes": 1}, range(1, 2)),
     "small ones by bytes": (0, {"worker_prefetch_cnt": 4}, range(1000, 4096)),

@@ -1,10 +1,12 @@
 """What a Packer packs, a StreamReader reads; and what is no stream is an error that names the worker, no exception."""
 
+import errno
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +88,15 @@ def the_error(*messages: Sequence[Any]) -> str:
 
 def batch(seq: int, header: bytes, *buffers: bytes, epoch: int = EPOCH, kind: Any = memoryview) -> Parcel:
     return Parcel(epoch, seq, Batches, header, [kind(buffer) for buffer in buffers])
+
+
+def test_a_frame_that_finds_no_room_says_how_much_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise zmq.ZMQError(errno.ENOMEM)
+
+    monkeypatch.setattr(zmq, "Frame", full)
+    with pytest.raises(MemoryError, match=r"^there is no room to send 2,000 bytes$"):
+        Copied(memoryview(bytes(2000)))
 
 
 def copied(data: bytes) -> Copied:
