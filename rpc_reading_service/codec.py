@@ -1,6 +1,7 @@
 """A batch as bytes and back: one small header, and the large buffers beside it.
 
-    Encoded.header    a pickle (protocol 5) of the batch's structure, with every buffer under INLINE_LIMIT inside it
+    Encoded.header    a pickle (protocol 5) of the batch's structure, with every buffer under INLINE_LIMIT inside it;
+                      of a plain batch no pickle, but the same in a form that is cheaper to make and to read
     Encoded.buffers   the other buffers, in the order in which the header asks for them: the sender's memory
 
 Pickle gives what the user put there back as he put it there: any type, identity within a batch, the classes' own
@@ -8,7 +9,9 @@ reducers. It is slow at one thing only, the bytes of tensors and arrays, so thos
 tensor or array becomes (buffer, dtype, shape, strides), where the buffer is the span of memory that its elements fill.
 No buffer of INLINE_LIMIT or more is copied here, on either side, unless its elements do not lie densely.
 
-One small contiguous tensor, the commonest small batch of all, is no pickle but ``_short``: its dtype, shape and bytes.
+A plain batch, the commonest by far, is one dense tensor or array, or a flat tuple, list or dict of a few of these and
+of simple values: what the collating of samples yields. Most of its header is the same from batch to batch, and both
+sides make that part once; see "plain batches" below. It comes back as its pickle would, or it is pickled.
 
 A class that travelled to the worker by value (from ``__main__``, or local to a function) travels back as its
 cloudpickle identity, so that the training process gets its own class and not a copy; that is why the pickler builds
@@ -25,6 +28,9 @@ An exception travels as text, plus whatever of its type and attributes can be pi
 import contextlib
 import dataclasses
 import io
+import itertools
+import math
+import operator
 import pickle
 import reprlib
 import struct
@@ -33,7 +39,7 @@ import types
 import warnings
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -51,8 +57,11 @@ PICKLE_PROTOCOL = 5
 INLINE_LIMIT = 4096
 """Bytes from which a buffer leaves the header: a frame of its own costs some microseconds, copying 4 KiB under one."""
 
-SHORT_SHAPES = 1024
-"""Shapes of small tensors whose header is remembered."""
+REMEMBERED = 1024
+"""Layouts, and forms, of plain batches that either side remembers."""
+
+FLAT_LIMIT = 16
+"""Values of a plain collection: larger ones are mostly numbers, which pickle writes faster than they are looked at."""
 
 _Reduced = Any  # what a pickle reducer returns: a tuple, or NotImplemented for "as you would have done"
 
@@ -102,6 +111,11 @@ _PLAIN_ARRAYS: dict[np.dtype[Any], str] = {
     for code in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
 }
 
+# In a layout their codes follow those of tensors; there, too, only ever append.
+_FIRST_ARRAY = 128
+_ARRAY_DTYPES = list(_PLAIN_ARRAYS)
+_ARRAY_CODES = {dtype: code for code, dtype in enumerate(_ARRAY_DTYPES, _FIRST_ARRAY)}
+
 _SCALARS = frozenset((int, float, str, bytes, bool, type(None)))
 
 
@@ -109,7 +123,7 @@ class Encoded(NamedTuple):
     """A batch ready for the wire."""
 
     header: bytes
-    """The pickle that ``decode`` reads."""
+    """What ``decode`` reads."""
     buffers: list[memoryview]
     """Contiguous views of format ``B``; each keeps alive the tensor or array whose memory it shows."""
 
@@ -137,9 +151,10 @@ class Encoder:
         kind = type(batch)
         if kind in _SCALARS:
             return Encoded(pickle.dumps(batch, PICKLE_PROTOCOL), [])
-        short = _short(batch) if kind is torch.Tensor else None
-        if short is not None:
-            return Encoded(short, [])
+        shortcut = _SHORTCUTS.get(kind)
+        encoded = None if shortcut is None else shortcut(kind, batch, self._dump)
+        if encoded is not None:
+            return encoded
         try:
             return self._dump(batch)
         except (pickle.PicklingError, TypeError, AttributeError) as cause:
@@ -147,8 +162,10 @@ class Encoder:
                 raise
             raise self._refusal(batch, cause) from cause
 
-    def _dump(self, batch: Any) -> Encoded:
+    def _dump(self, batch: Any, before: Iterable[bytes] = ()) -> Encoded:
+        """Pickle ``batch``; in the header ``before`` comes before that, so that nothing is copied once more."""
         buffers = self._buffers = []
+        self._chunks.extend(before)
         try:
             self._pickler.dump(batch)
             return Encoded(b"".join(self._chunks), buffers)
@@ -198,7 +215,14 @@ class Encoder:
 
 def decode(header: bytes | bytearray | memoryview, buffers: Sequence[bytearray | memoryview]) -> Any:
     """Return the batch; its tensors and arrays show and own ``buffers``, which must be writable and are not copied."""
-    return _short_tensor(header) if header[0] == _SHORT else pickle.loads(header, buffers=buffers)
+    tag = header[0]
+    if tag == _VECTOR:
+        return torch.frombuffer(bytearray(header[2:]), dtype=_TORCH_DTYPES[header[1]])
+    if tag == _ALONE:
+        return _decode_alone(bytes(header), buffers)
+    if tag == _FLAT:
+        return _decode_flat(bytes(header), buffers)
+    return pickle.loads(header, buffers=buffers)
 
 
 # --------------------------------------------------------------------------------------------------- pickling
@@ -275,47 +299,254 @@ def _class_by_value(identity: str, by_value: bytes) -> type:
     return pickle.loads(by_value) if known is None else known  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------------------------------------------- tensors
+# ---------------------------------------------------------------------------------------------- plain batches
 
-_SHORT = 1
-"""First byte of a header that is one short tensor; a pickle has 0x80. Then come dtype code, dimensions, shape, data."""
+# The header's first byte tells these from a pickle, which begins with 0x80:
+#
+#     _VECTOR  code  data              a small tensor of one dimension
+#     layout  [data]                   any other tensor or array, small with its data; a layout begins with _ALONE
+#     form  [data ...]  [pickle]       a collection: the data of its small tensors, and its other values as one list
+#
+# A layout is dtype, shape and strides, a form the collection's type, keys and layouts. Batches of one stream have them
+# in common, so both sides look them up: the sender by what they say, the receiver by their bytes.
 
-_short_shapes: dict[tuple[torch.dtype, torch.Size], tuple[bytes, tuple[int, ...]]] = {}
-"""Per dtype and shape what the header begins with, and the strides of a dense tensor."""
+_VECTOR = 1
+_ALONE = 2
+_FLAT = 3
+
+_LAYOUT_BYTES = 4
+"""What a layout begins with: ``_ALONE``, its length, code, dimensions. Then comes the shape, and unless they are those
+of C order the strides, 8 bytes a number."""
+
+_MAX_NDIM = 15
+"""With more dimensions the length would not fit into its byte."""
+
+_FORM = struct.Struct("<BI")
+"""What a form begins with: ``_FLAT``, its length. Then come type, keys and layouts (None: not a tensor), pickled."""
+
+# What is looked up are plain tuples: unpacking a NamedTuple takes longer, once a tensor.
+
+_Layout = tuple[bytes, bytes, tuple[int, ...] | None, bool]
+"""For the sender. The layout, empty for what is not dense; the head, which is what the header of such a tensor alone
+begins with; the order in which the dimensions lie in memory, None for C's; whether the data go into the header."""
+
+_Leaf = tuple[Callable[..., Any], Any, tuple[int, ...], tuple[int, ...] | None, int, int]
+"""For the receiver, one tensor. Who makes it of its memory and the next three: dtype or code, shape, strides (None for
+C order); where in the header its data begin and end, the latter 0 if a buffer holds them."""
+
+_Plan = tuple[type, tuple[str, ...], list[_Leaf | None], int, int]
+"""For the receiver, a collection. Its type; keys, of a dict; a leaf, or None, for each value; how many of the leaves
+are in buffers; where in the header the pickle of the others begins, 0 if there are none."""
+
+_Dump = Callable[..., Encoded]
+"""``Encoder._dump``."""
+
+_Taken = tuple[bytes, bytes, bytes | memoryview]
+"""Layout, head, and the memory: bytes if it goes into the header."""
+
+_layouts: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Layout] = {}
+_forms: dict[tuple[Any, ...], bytes] = {}
+_leaves: dict[bytes, _Leaf] = {}
+_plans: dict[bytes, _Plan] = {}
 
 
-def _short(tensor: torch.Tensor) -> bytes | None:
-    """The header of a small, dense, plain tensor; None for any other. A pickle of it would take three times as long."""
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> Any:
+    if len(memory) >= REMEMBERED:
+        memory.clear()
+    memory[key] = value
+    return value
+
+
+def _encode_alone(kind: type, batch: Any, _dump: _Dump) -> Encoded | None:
+    taken = _TAKERS[kind](batch)
+    if taken is None:
+        return None
+    _, head, memory = taken
+    parts = (head + memory, []) if type(memory) is bytes else (head, [memory])
+    return tuple.__new__(Encoded, parts)  # what Encoded() comes to, without its call of a Python function
+
+
+def _encode_flat(kind: type, batch: Any, dump: _Dump) -> Encoded | None:
+    if len(batch) > FLAT_LIMIT:
+        return None
+    values = batch.values() if kind is dict else batch
+    kinds = set(map(type, values))
+    if kinds.isdisjoint(_TAKERS) or not kinds <= _FLAT_KINDS:
+        return None
+    if not kinds.isdisjoint(_SEQUENCES) and not all(map(_is_simple, values)):
+        return None
+    keys = tuple(batch) if kind is dict else ()
+    if not _KEY_KINDS.issuperset(map(type, keys)) or _is_one_tensor_twice_in(values):
+        return None
+    return _encode_values(kind, keys, values, dump)
+
+
+def _is_simple(value: Any) -> bool:
+    return type(value) not in _SEQUENCES or _SCALARS.issuperset(map(type, value))
+
+
+def _is_one_tensor_twice_in(values: Collection[Any]) -> bool:
+    if len(set(map(id, values))) == len(values):
+        return False
+    ids = [id(value) for value in values if type(value) in _TAKERS]
+    return len(set(ids)) < len(ids)
+
+
+def _encode_values(kind: type, keys: tuple[str, ...], values: Iterable[Any], dump: _Dump) -> Encoded | None:
+    layouts: list[bytes | None] = []
+    small: list[bytes] = []
+    large: list[memoryview] = []
+    others: list[Any] = []
+    for value in values:
+        take = _TAKERS.get(type(value))
+        if take is None:
+            layouts.append(None)
+            others.append(value)
+            continue
+        taken = take(value)
+        if taken is None:
+            return None
+        layout, _, memory = taken
+        layouts.append(layout)
+        (small if type(memory) is bytes else large).append(memory)  # type: ignore[arg-type]
+    key = (kind, keys, *layouts)
+    form = _forms.get(key) or _remember(_forms, key, _new_form(kind, keys, layouts))
+    header = dump(others, (form, *small)).header if others else b"".join((form, *small))
+    return Encoded(header, large)
+
+
+def _new_form(kind: type, keys: tuple[str, ...], layouts: list[bytes | None]) -> bytes:
+    content = pickle.dumps((kind, keys, layouts), PICKLE_PROTOCOL)
+    return _FORM.pack(_FLAT, _FORM.size + len(content)) + content
+
+
+def _take_tensor(tensor: torch.Tensor) -> _Taken | None:
     code = _CODES.get(tensor.dtype)
-    if code is None or code in _CARRIERS or tensor.layout is not torch.strided or not tensor.is_cpu:
+    if code is None or tensor.requires_grad or tensor.__dict__:
         return None
-    if tensor.requires_grad or tensor.__dict__ or tensor.is_nested or tensor.nbytes >= INLINE_LIMIT:
+    try:  # torch refuses what is not one strided piece of main memory, or needs a look at its conjugate or negative bit
+        array = (tensor.view(_CARRIERS[code]) if code in _CARRIERS else tensor).numpy()
+    except (RuntimeError, TypeError):
         return None
-    key = tensor.dtype, tensor.shape
-    prefix, strides = _short_shapes.get(key) or _note_short_shape(key, code)
-    if tensor.stride() != strides or tensor.is_neg() or tensor.is_conj():
+    return _take(array, code)
+
+
+def _take_array(array: np.ndarray[Any, Any]) -> _Taken | None:
+    code = _ARRAY_CODES.get(array.dtype)
+    return None if code is None or array.dtype.metadata is not None else _take(array, code)
+
+
+def _take(array: np.ndarray[Any, Any], code: int) -> _Taken | None:
+    key = code, array.shape, array.strides
+    layout, head, order, small = _layouts.get(key) or _remember(_layouts, key, _new_layout(array, code))
+    if not layout:
         return None
-    return prefix + tensor.numpy().tobytes()
+    if order is not None:
+        array = array.transpose(order)
+    if small:
+        return layout, head, array.tobytes()
+    memory = pickle.PickleBuffer(array).raw()  # type: ignore[arg-type]
+    return layout, head, pickle.PickleBuffer(_writable(array)).raw() if memory.readonly else memory
 
 
-def _note_short_shape(key: tuple[torch.dtype, torch.Size], code: int) -> tuple[bytes, tuple[int, ...]]:
-    dtype, shape = key
-    if len(_short_shapes) >= SHORT_SHAPES:
-        _short_shapes.clear()
-    prefix = bytes((_SHORT, code, len(shape))) + struct.pack(f"<{len(shape)}q", *shape)
-    _short_shapes[key] = prefix, torch.empty(shape, dtype=dtype).stride()
-    return _short_shapes[key]
+_UNFIT: _Layout = (b"", b"", None, False)
 
 
-def _short_tensor(header: Any) -> torch.Tensor:
-    _, code, ndim = header[:3]
-    start = 3 + 8 * ndim
-    data = bytearray(header[start:])
-    if ndim == 1 and data:
-        return torch.frombuffer(data, dtype=_TORCH_DTYPES[code])
-    shape = struct.unpack(f"<{ndim}q", header[3:start])
-    dtype = _TORCH_DTYPES[code]
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+def _new_layout(array: np.ndarray[Any, Any], code: int) -> _Layout:
+    shape, strides = array.shape, array.strides
+    order = None if array.flags.c_contiguous else _memory_order(array)
+    dense = order is None or array.transpose(order).flags.c_contiguous
+    if not dense or not array.size or array.ndim > _MAX_NDIM:
+        return _UNFIT
+    in_c_order = strides == _c_strides(shape, array.itemsize)
+    numbers = shape if in_c_order else shape + strides
+    length = _LAYOUT_BYTES + 8 * len(numbers)
+    layout = struct.pack(f"<BBBB{len(numbers)}q", _ALONE, length, code, array.ndim, *numbers)
+    small = array.nbytes < INLINE_LIMIT
+    vector = small and in_c_order and array.ndim == 1 and code < _FIRST_ARRAY
+    return layout, bytes((_VECTOR, code)) if vector else layout, order, small
+
+
+def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    steps = itertools.accumulate(shape[:0:-1], operator.mul, initial=itemsize)
+    return tuple(steps)[::-1][: len(shape)]
+
+
+def _decode_alone(header: bytes, buffers: Sequence[Any]) -> Any:
+    layout = header[: header[1]]
+    leaf = _leaves.get(layout) or _remember(_leaves, layout, _new_leaf(layout, len(layout)))
+    make, dtype, shape, strides, start, end = leaf
+    if not end and not buffers:
+        raise _too_few(buffers, 1)
+    return make(bytearray(header[start:end]) if end else buffers[0], dtype, shape, strides)
+
+
+def _decode_flat(header: bytes, buffers: Sequence[Any]) -> Any:
+    form = header[: _FORM.unpack_from(header)[1]]
+    kind, keys, leaves, apart, rest = _plans.get(form) or _remember(_plans, form, _new_plan(form))
+    if len(buffers) < apart:
+        raise _too_few(buffers, apart)
+    large, others = iter(buffers), iter(pickle.loads(memoryview(header)[rest:]) if rest else ())
+    values = []
+    for leaf in leaves:
+        if leaf is None:
+            values.append(next(others))
+        else:
+            make, dtype, shape, strides, start, end = leaf
+            values.append(make(bytearray(header[start:end]) if end else next(large), dtype, shape, strides))
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return values if kind is list else tuple(values)
+
+
+def _too_few(buffers: Sequence[Any], wanted: int) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"a batch came with {len(buffers)} buffers, but its header asks for {wanted}")
+
+
+def _new_leaf(layout: bytes, start: int) -> _Leaf:
+    """``start`` is where in the header the data would begin."""
+    _, _, code, ndim, *numbers = struct.unpack(f"<BBBB{(len(layout) - _LAYOUT_BYTES) // 8}q", layout)
+    shape, strides = tuple(numbers[:ndim]), tuple(numbers[ndim:]) or None
+    is_array = code >= _FIRST_ARRAY
+    dtype = _ARRAY_DTYPES[code - _FIRST_ARRAY] if is_array else _NUMPY_DTYPES[code]
+    nbytes = math.prod(shape) * dtype.itemsize
+    end = start + nbytes if nbytes < INLINE_LIMIT else 0
+    if is_array:
+        return _array, dtype, shape, strides, start, end
+    if ndim == 1 and strides is None:
+        return _vector, _TORCH_DTYPES[code], shape, None, start, end
+    return _tensor, code, shape, strides, start, end
+
+
+def _new_plan(form: bytes) -> _Plan:
+    kind, keys, layouts = pickle.loads(form[_FORM.size :])
+    leaves: list[_Leaf | None] = []
+    at, apart = len(form), 0
+    for layout in layouts:
+        leaf = None if layout is None else _new_leaf(layout, at)
+        leaves.append(leaf)
+        if leaf is not None:
+            *_, end = leaf
+            at = end or at
+            apart += not end
+    return kind, keys, leaves, apart, at if None in leaves else 0
+
+
+def _vector(buffer: Any, dtype: torch.dtype, shape: tuple[int], _strides: None) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype, count=shape[0])
+
+
+_TAKERS: dict[type, Callable[[Any], _Taken | None]] = {torch.Tensor: _take_tensor, np.ndarray: _take_array}
+_SEQUENCES = frozenset((tuple, list))
+_FLAT_KINDS = _SCALARS | _SEQUENCES | frozenset(_TAKERS)
+_KEY_KINDS = frozenset((str,))
+_SHORTCUTS: dict[type, Callable[[type, Any, _Dump], Encoded | None]] = {
+    **dict.fromkeys(_TAKERS, _encode_alone),
+    **dict.fromkeys((tuple, list, dict), _encode_flat),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
@@ -490,13 +721,16 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[Any, tuple[int, ...]]:
     """
     flat = array
     if not array.flags.c_contiguous:
-        strides = array.strides
-        flat = array.transpose(sorted(range(array.ndim), key=strides.__getitem__, reverse=True))
+        flat = array.transpose(_memory_order(array))
         if not flat.flags.c_contiguous:
             flat = array = array.copy("C")
     if flat.nbytes < INLINE_LIMIT:
         return bytearray(flat.tobytes()), array.strides
     return pickle.PickleBuffer(_writable(flat.reshape(-1).view(np.uint8))), array.strides
+
+
+def _memory_order(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    return tuple(sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True))
 
 
 def _writable(array: np.ndarray[Any, Any]) -> Any:
@@ -514,8 +748,8 @@ class _Unlocked:
 
 
 def _array(buffer: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    if type(buffer) is not bytearray:  # of a memoryview numpy would keep only the owner, torch keeps the view as well
-        buffer = torch.frombuffer(buffer, dtype=torch.uint8).numpy()
+    if type(buffer) is not bytearray:  # of a memoryview numpy would keep only the owner, this keeps the view as well
+        buffer = pickle.PickleBuffer(buffer)
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, 0, strides)
     return array
 

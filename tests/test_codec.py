@@ -59,6 +59,10 @@ def refusal(batch: Any) -> str:
     return str(caught.value)
 
 
+class Memory(bytearray):
+    """A buffer that can be watched."""
+
+
 Pair = collections.namedtuple("Pair", "image label")
 
 
@@ -160,13 +164,199 @@ def test_one_encoder_serves_batch_after_batch(batches: list[Any]) -> None:
     assert_same([wire(each) for each in encoded], batches)
 
 
-# ----------------------------------------------------------------------------------------------- header, buffers
+# ---------------------------------------------------------------------------------------------- plain batches
 
 
-def test_tensors_of_more_shapes_than_are_remembered_arrive() -> None:
-    for length in range(codec.SHORT_SHAPES + 2):
-        tensor = torch.full((length,), length % 100, dtype=torch.int8)
+def is_pickle(encoded: Encoded) -> bool:
+    return encoded.header[0] == pickle.PROTO[0]
+
+
+def strides(value: Any) -> Any:
+    """Of all tensors and arrays in a batch."""
+    if isinstance(value, dict):
+        return strides(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [strides(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.strides
+    return value.stride() if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def assert_arrives_as_its_pickle_does(batch: Any) -> Encoded:
+    encoded = Encoder().encode(batch)
+    got, pickled = wire(encoded), wire(Encoder()._dump(batch))
+    assert_same(got, pickled)
+    assert strides(got) == strides(pickled)
+    return encoded
+
+
+FLAT_VALUES = SCALARS | tensors() | arrays() | st.lists(SCALARS, max_size=3)
+FLAT = (
+    st.lists(FLAT_VALUES, max_size=4)
+    | st.lists(FLAT_VALUES, max_size=4).map(tuple)
+    | st.dictionaries(st.text(max_size=3), FLAT_VALUES, max_size=4)
+)
+
+
+@given(BATCHES | FLAT)
+@settings(deadline=None, max_examples=300)
+def test_a_batch_arrives_as_its_pickle_does(batch: Any) -> None:
+    assert_arrives_as_its_pickle_does(batch)
+
+
+IMAGES, LABELS = torch.rand(64, 3, 8, 8), torch.arange(64)
+LOCKED = np.arange(2.0 * LARGE).reshape(2, LARGE)
+LOCKED.flags.writeable = False
+
+PLAIN = {
+    "a vector": torch.arange(8.0),
+    "a large vector": torch.arange(86_016.0),
+    "a matrix": torch.rand(2, 4),
+    "large images": IMAGES,
+    "a number": torch.tensor(5),
+    "bfloat16": torch.rand(3, 5).bfloat16(),
+    "large bfloat16": torch.rand(LARGE).bfloat16(),
+    "permuted": torch.rand(4, 3, 2).permute(1, 2, 0),
+    "large channels last": torch.rand(2, 3, 40, 40).to(memory_format=torch.channels_last),
+    "a stride that means nothing": torch.arange(8)[::7][:1],
+    "an array": np.arange(8),
+    "a large array": np.arange(86_016.0),
+    "a large array in Fortran order": np.ones((50, 60), order="F"),
+    "a small array that is locked": LOCKED[0, :4],
+    "a large array that is locked": LOCKED,
+    "images and labels": (IMAGES, LABELS),
+    "a list of both": [IMAGES, LABELS],
+    "three by name": {"image": IMAGES, "label": LABELS, "weight": torch.ones(64)},
+    "a tensor and values of each kind": (
+        torch.rand(3, 5),
+        1,
+        2.5,
+        "cat",
+        b"\0",
+        None,
+        True,
+        2**100,
+        "\ud800",
+        [1, "a"],
+        (),
+    ),
+    "tensors and names": {"image": IMAGES, "path": [f"{i}.png" for i in range(64)], "label": LABELS, "": np.ones(3)},
+    "one value twice": ("a", torch.ones(3), "a", 5, 5, None, None),
+    "only tensors": [torch.full((2,), float(i)) for i in range(codec.FLAT_LIMIT)],
+}
+
+
+@pytest.mark.parametrize("batch", PLAIN.values(), ids=PLAIN)
+def test_a_plain_batch_is_not_pickled_and_arrives_all_the_same(batch: Any) -> None:
+    for _ in range(2):  # made, and looked up
+        encoded = assert_arrives_as_its_pickle_does(batch)
+        assert not is_pickle(encoded)
+        assert not any(buffer.readonly for buffer in encoded.buffers)
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.path = "a.png"  # type: ignore[attr-defined]
+    return tensor
+
+
+class Text(str):
+    __slots__ = ()
+
+
+ONE, Z = torch.ones(3), torch.tensor([1 + 2j, 3 - 4j])
+
+NOT_PLAIN = {
+    "one tensor twice": [ONE, ONE],
+    "one array twice": {"a": LOCKED, "b": LOCKED},
+    "a tensor that requires grad": torch.ones(3, requires_grad=True),
+    "a bfloat16 tensor that requires grad": torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
+    "a tensor that requires grad, and another": (ONE, torch.ones(LARGE, requires_grad=True)),
+    "a tensor with an attribute": with_attribute(torch.ones(3)),
+    "a parameter": torch.nn.Parameter(torch.ones(3)),
+    "a conjugate": Z.conj(),
+    "a negative": Z.conj().imag,
+    "a negative bfloat16": torch._neg_view(torch.ones(3, dtype=torch.bfloat16)),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "no element": torch.ones(3, 0),
+    "gaps": torch.arange(9)[::2],
+    "more dimensions than fit": torch.ones([1] * 20),
+    "an array of records": np.zeros(2, [("a", "i4")]),
+    "an array whose dtype has metadata": np.array([1.5], np.dtype("f4", metadata={"unit": "mm"})),
+    "an array of the other byte order": np.arange(3, dtype=">i4"),
+    "an array of objects": np.array([None, "x"]),
+    "a masked array": np.ma.masked_array([1, 2], [0, 1]),
+    "a named tuple": Pair(ONE, 0),
+    "an ordered dict": collections.OrderedDict(x=ONE),
+    "keys that are numbers": {1: ONE},
+    "keys that look like others": {True: ONE},
+    "a key of another type": {Text("image"): ONE},
+    "a value of another type": {"image": ONE, "text": Text("a")},
+    "nested": {"image": ONE, "target": {"boxes": torch.ones(2, 4)}},
+    "nested lists": [ONE, [ONE, torch.ones(2)]],
+    "no tensor": {"a": 1, "b": "c"},
+    "too many": [ONE, *range(codec.FLAT_LIMIT)],
+}
+
+
+@pytest.mark.parametrize("batch", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_what_is_not_plain_is_pickled(batch: Any) -> None:
+    travel({"image": ONE, "text": "a"})  # a form that equals some of these, and yet is not theirs
+    travel(np.array([1.5], "f4"))
+    encoded = Encoder().encode(batch)
+    assert is_pickle(encoded)
+    assert_same(wire(encoded), batch)
+
+
+def test_a_tensor_keeps_that_it_requires_grad_while_grad_is_off() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():  # numpy() takes it then
+            encoded = Encoder().encode((torch.ones(2, 2, dtype=dtype, requires_grad=True), 0))
+        assert wire(encoded)[0].requires_grad
+
+
+@pytest.mark.parametrize("batch", PLAIN.values(), ids=PLAIN)
+def test_a_header_may_arrive_in_whatever_memory(batch: Any) -> None:
+    encoded = Encoder().encode(batch)
+    header = memoryview(bytearray(encoded.header))
+    assert_same(decode(header, [memoryview(bytearray(buffer)) for buffer in encoded.buffers]), batch)
+
+
+def test_the_layouts_and_forms_that_are_remembered_are_bounded() -> None:
+    for length in range(1, codec.REMEMBERED + 3):
+        tensor = torch.full((length, 1), length % 100, dtype=torch.int8)
         assert torch.equal(travel(tensor), tensor)
+        assert travel({str(length): tensor, "n": length}).keys() == {str(length), "n"}
+    for memory in (codec._layouts, codec._forms, codec._leaves, codec._plans):
+        assert 0 < len(memory) <= codec.REMEMBERED
+
+
+def test_each_tensor_of_a_collection_keeps_its_own_buffer_alive() -> None:
+    encoded = Encoder().encode(
+        {"a": torch.zeros(64, LARGE // 64), "b": np.zeros(LARGE), "c": torch.zeros(LARGE), "d": 1}
+    )
+    memory = [Memory(buffer) for buffer in encoded.buffers]
+    gone = [weakref.ref(each) for each in memory]
+    got = decode(encoded.header, [memoryview(each) for each in memory])
+    del memory
+    for number, name in enumerate("abc"):
+        assert [each() is not None for each in gone] == [False] * number + [True] * (3 - number)
+        del got[name]
+        gc.collect()
+    assert [each() for each in gone] == [None] * 3
+
+
+def test_a_plain_batch_is_kept_alive_by_its_buffers_alone() -> None:
+    arrays = [np.zeros(LARGE), np.zeros((2, LARGE))]
+    alive = [weakref.ref(each) for each in arrays]
+    encoder = Encoder()
+    encoded = [encoder.encode(torch.from_numpy(arrays[0])), encoder.encode((arrays[1], 5))]
+    del arrays
+    assert all(each() is not None for each in alive)
+    del encoded
+    assert [each() for each in alive] == [None, None]
+
+
+# ----------------------------------------------------------------------------------------------- header, buffers
 
 
 @pytest.mark.parametrize("batch", [None, 0, "", [], {}, b"", False, (), 2**200, float("inf"), "\U0001f600\0x"])
@@ -255,10 +445,6 @@ def test_the_encoder_keeps_nothing_of_a_batch_alive() -> None:
     assert [ref() is not None for ref in alive] == [True, False], "the buffers keep their memory alive, and only that"
     del encoded
     assert alive[0]() is None
-
-
-class Memory(bytearray):
-    """A buffer that can be watched."""
 
 
 @pytest.mark.parametrize("sent", [torch.zeros(LARGE), torch.zeros(64, LARGE // 64), np.zeros(LARGE)])
@@ -507,9 +693,10 @@ def test_a_tensor_subclass_that_requires_grad_arrives_so() -> None:
 
 def test_the_default_device_of_the_training_process_is_no_matter() -> None:
     encoded = Encoder().encode([torch.ones(3), torch.empty(0, 2)])
+    alone = [Encoder().encode(sent) for sent in (torch.ones(3), torch.ones(2, 2), torch.empty(0, 2), torch.ones(LARGE))]
     with torch.device("meta"):
-        got = wire(encoded)
-    assert [each.device.type for each in got] == ["cpu", "cpu"]
+        got = [*wire(encoded), *map(wire, alone)]
+    assert {each.device.type for each in got} == {"cpu"}
 
 
 # ----------------------------------------------------------------------------------------------------- arrays
@@ -827,8 +1014,24 @@ def test_an_encoder_works_on_after_a_failure() -> None:
 
 
 def test_a_header_without_its_buffers_is_an_error() -> None:
-    with pytest.raises(pickle.UnpicklingError):
-        decode(Encoder().encode(torch.ones(LARGE)).header, [])
+    for batch in ({"nested": [torch.ones(LARGE)]}, torch.ones(LARGE), torch.ones(2, LARGE), np.ones(LARGE)):
+        with pytest.raises(pickle.UnpicklingError):
+            decode(Encoder().encode(batch).header, [])
+    header = Encoder().encode((torch.ones(LARGE), np.ones(LARGE))).header
+    with pytest.raises(pickle.UnpicklingError, match="a batch came with 1 buffers, but its header asks for 2"):
+        decode(header, [bytearray(4 * LARGE)])
+
+
+@pytest.mark.parametrize("batch", [torch.ones(LARGE), torch.ones(2, LARGE), np.ones(LARGE), (torch.ones(LARGE), 1)])
+def test_a_buffer_that_is_too_small_is_an_error(batch: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        decode(Encoder().encode(batch).header, [memoryview(bytearray(LARGE))])
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 2), np.ones(3), (torch.ones(3), np.ones(3))])
+def test_a_header_that_is_cut_off_is_an_error(batch: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        decode(Encoder().encode(batch).header[:-4], [])
 
 
 # ------------------------------------------------------------------------------------------------- exceptions
