@@ -39,7 +39,7 @@ import types
 import warnings
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -322,7 +322,10 @@ _MAX_NDIM = 15
 """With more dimensions the length would not fit into its byte."""
 
 _FORM = struct.Struct("<BI")
-"""What a form begins with: ``_FLAT``, its length. Then come type, keys and layouts (None: not a tensor), pickled."""
+"""What a form begins with: ``_FLAT``, its length. Then come which of the next it is, keys and layouts (None: not a
+tensor), pickled."""
+
+_COLLECTIONS = (tuple, list, dict)
 
 # What is looked up are plain tuples: unpacking a NamedTuple takes longer, once a tensor.
 
@@ -357,11 +360,14 @@ def _remember(memory: dict[Any, Any], key: Any, value: Any) -> Any:
     return value
 
 
-def _encode_alone(kind: type, batch: Any, _dump: _Dump) -> Encoded | None:
+# To encode; None stands for what is not plain.
+
+
+def _encode_alone(kind: type, batch: Any, _: _Dump) -> Encoded | None:
     taken = _TAKERS[kind](batch)
     if taken is None:
         return None
-    _, head, memory = taken
+    _layout, head, memory = taken
     parts = (head + memory, []) if type(memory) is bytes else (head, [memory])
     return tuple.__new__(Encoded, parts)  # what Encoded() comes to, without its call of a Python function
 
@@ -375,9 +381,13 @@ def _encode_flat(kind: type, batch: Any, dump: _Dump) -> Encoded | None:
         return None
     if not kinds.isdisjoint(_SEQUENCES) and not all(map(_is_simple, values)):
         return None
-    keys = tuple(batch) if kind is dict else ()
-    if not _KEY_KINDS.issuperset(map(type, keys)) or _is_one_tensor_twice_in(values):
+    if len(set(map(id, values))) < len(batch) and _is_one_tensor_twice_in(values):
         return None
+    keys = ()
+    if kind is dict:
+        keys = tuple(batch)
+        if not _KEY_KINDS.issuperset(map(type, keys)):
+            return None
     return _encode_values(kind, keys, values, dump)
 
 
@@ -385,9 +395,7 @@ def _is_simple(value: Any) -> bool:
     return type(value) not in _SEQUENCES or _SCALARS.issuperset(map(type, value))
 
 
-def _is_one_tensor_twice_in(values: Collection[Any]) -> bool:
-    if len(set(map(id, values))) == len(values):
-        return False
+def _is_one_tensor_twice_in(values: Iterable[Any]) -> bool:
     ids = [id(value) for value in values if type(value) in _TAKERS]
     return len(set(ids)) < len(ids)
 
@@ -416,7 +424,7 @@ def _encode_values(kind: type, keys: tuple[str, ...], values: Iterable[Any], dum
 
 
 def _new_form(kind: type, keys: tuple[str, ...], layouts: list[bytes | None]) -> bytes:
-    content = pickle.dumps((kind, keys, layouts), PICKLE_PROTOCOL)
+    content = pickle.dumps((_COLLECTIONS.index(kind), keys, layouts), PICKLE_PROTOCOL)
     return _FORM.pack(_FLAT, _FORM.size + len(content)) + content
 
 
@@ -472,6 +480,9 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(steps)[::-1][: len(shape)]
 
 
+# To decode.
+
+
 def _decode_alone(header: bytes, buffers: Sequence[Any]) -> Any:
     layout = header[: header[1]]
     leaf = _leaves.get(layout) or _remember(_leaves, layout, _new_leaf(layout, len(layout)))
@@ -519,7 +530,7 @@ def _new_leaf(layout: bytes, start: int) -> _Leaf:
 
 
 def _new_plan(form: bytes) -> _Plan:
-    kind, keys, layouts = pickle.loads(form[_FORM.size :])
+    number, keys, layouts = pickle.loads(form[_FORM.size :])
     leaves: list[_Leaf | None] = []
     at, apart = len(form), 0
     for layout in layouts:
@@ -529,20 +540,21 @@ def _new_plan(form: bytes) -> _Plan:
             *_, end = leaf
             at = end or at
             apart += not end
-    return kind, keys, leaves, apart, at if None in leaves else 0
+    return _COLLECTIONS[number], keys, leaves, apart, at if None in leaves else 0
 
 
 def _vector(buffer: Any, dtype: torch.dtype, shape: tuple[int], _strides: None) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=shape[0])
 
 
+# Exact types, as pickle alone knows what subclasses add.
 _TAKERS: dict[type, Callable[[Any], _Taken | None]] = {torch.Tensor: _take_tensor, np.ndarray: _take_array}
 _SEQUENCES = frozenset((tuple, list))
 _FLAT_KINDS = _SCALARS | _SEQUENCES | frozenset(_TAKERS)
 _KEY_KINDS = frozenset((str,))
 _SHORTCUTS: dict[type, Callable[[type, Any, _Dump], Encoded | None]] = {
     **dict.fromkeys(_TAKERS, _encode_alone),
-    **dict.fromkeys((tuple, list, dict), _encode_flat),
+    **dict.fromkeys(_COLLECTIONS, _encode_flat),
 }
 
 

@@ -314,6 +314,14 @@ def test_a_tensor_keeps_that_it_requires_grad_while_grad_is_off() -> None:
         assert wire(encoded)[0].requires_grad
 
 
+def test_a_list_that_is_twice_in_a_plain_batch_arrives_as_one() -> None:
+    names = ["a", "b"]
+    encoded = Encoder().encode({"image": ONE, "path": names, "again": names})
+    assert not is_pickle(encoded)
+    got = wire(encoded)
+    assert got["path"] is got["again"]
+
+
 @pytest.mark.parametrize("batch", PLAIN.values(), ids=PLAIN)
 def test_a_header_may_arrive_in_whatever_memory(batch: Any) -> None:
     encoded = Encoder().encode(batch)
