@@ -27,6 +27,7 @@ An exception travels as text, plus whatever of its type and attributes can be pi
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import math
@@ -133,6 +134,10 @@ class Encoded(NamedTuple):
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
 
 
+_encoded: Callable[[tuple[bytes, list[memoryview]]], Encoded] = functools.partial(tuple.__new__, Encoded)
+"""What ``Encoded(header, buffers)`` comes to, without its call of a Python function: there is one for each batch."""
+
+
 class Encoder:
     """Encodes batches one at a time; not for use by two threads at once."""
 
@@ -150,7 +155,7 @@ class Encoder:
         """
         kind = type(batch)
         if kind in _SCALARS:
-            return Encoded(pickle.dumps(batch, PICKLE_PROTOCOL), [])
+            return _encoded((pickle.dumps(batch, PICKLE_PROTOCOL), []))
         shortcut = _SHORTCUTS.get(kind)
         encoded = None if shortcut is None else shortcut(kind, batch, self._dump)
         if encoded is not None:
@@ -168,7 +173,7 @@ class Encoder:
         self._chunks.extend(before)
         try:
             self._pickler.dump(batch)
-            return Encoded(b"".join(self._chunks), buffers)
+            return _encoded((b"".join(self._chunks), buffers))
         finally:
             self._buffers = []  # keep nothing of the batch alive
             self._chunks.clear()
@@ -368,8 +373,7 @@ def _encode_alone(kind: type, batch: Any, _: _Dump) -> Encoded | None:
     if taken is None:
         return None
     _layout, head, memory = taken
-    parts = (head + memory, []) if type(memory) is bytes else (head, [memory])
-    return tuple.__new__(Encoded, parts)  # what Encoded() comes to, without its call of a Python function
+    return _encoded((head + memory, []) if type(memory) is bytes else (head, [memory]))  # type: ignore[list-item]
 
 
 def _encode_flat(kind: type, batch: Any, dump: _Dump) -> Encoded | None:
@@ -420,7 +424,7 @@ def _encode_values(kind: type, keys: tuple[str, ...], values: Iterable[Any], dum
     key = (kind, keys, *layouts)
     form = _forms.get(key) or _remember(_forms, key, _new_form(kind, keys, layouts))
     header = dump(others, (form, *small)).header if others else b"".join((form, *small))
-    return Encoded(header, large)
+    return _encoded((header, large))
 
 
 def _new_form(kind: type, keys: tuple[str, ...], layouts: list[bytes | None]) -> bytes:
@@ -738,7 +742,9 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[Any, tuple[int, ...]]:
             flat = array = array.copy("C")
     if flat.nbytes < INLINE_LIMIT:
         return bytearray(flat.tobytes()), array.strides
-    return pickle.PickleBuffer(_writable(flat.reshape(-1).view(np.uint8))), array.strides
+    if flat.dtype not in _ARRAY_CODES:  # datetimes, say, show nobody their memory
+        flat = flat.reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(_writable(flat)), array.strides
 
 
 def _memory_order(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
