@@ -16,7 +16,6 @@ import contextlib
 import hmac
 import itertools
 import logging
-import os
 import select
 import socket
 import struct
@@ -169,7 +168,7 @@ class Listener:
             sent = 0
         except OSError as error:
             return self._lose_client(str(error))
-        while self._unsent and sent >= views[0].nbytes:
+        while views and sent >= views[0].nbytes:
             sent -= views.pop(0).nbytes
             self._unsent.popleft()
         if sent:
@@ -242,7 +241,7 @@ class Listener:
             self._strangers[connection.fileno()] = _Stranger(connection, bytearray(), until)
 
     def _look_at(self, stranger: "_Stranger") -> None:
-        """As soon as it shows something else than the password, it is turned away."""
+        """Once it has shown as much as a password is: whoever were turned away sooner could guess it piece by piece."""
         shown, wanted = stranger.shown, self._password
         try:
             more = stranger.connection.recv(len(wanted) - len(shown))
@@ -251,7 +250,7 @@ class Listener:
         except OSError:
             more = b""
         shown += more
-        if not more or not hmac.compare_digest(shown, wanted[: len(shown)]):
+        if not more or (len(shown) == len(wanted) and not hmac.compare_digest(shown, wanted)):
             self._turn_away(stranger)
         elif len(shown) == len(wanted):
             del self._strangers[stranger.connection.fileno()]
@@ -269,10 +268,12 @@ class Listener:
 
     def close(self) -> None:
         """What has not left is lost."""
+        if self._epoll.closed:
+            return
         for stranger in list(self._strangers.values()):
             self._turn_away(stranger)
         self._lose_client("this end was closed")
-        self._socket.close()
+        _close(self._socket, self._epoll)
         self._epoll.close()
 
 
@@ -296,7 +297,7 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
             return _bound(_interface(host), port)
         except OSError as failure:
             where = transport.join_address(host, port)
-            error = OSError(failure.errno, f"cannot bind {where}: {os.strerror(failure.errno or 0)}")
+            error = OSError(failure.errno, f"cannot bind {where}: {failure.strerror}")
     raise error
 
 
@@ -320,10 +321,12 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _interface(host: str) -> str:
-    """The address of a network interface, which ZeroMQ takes as a host, too."""
-    for address in psutil.net_if_addrs().get(host, ()):
-        if address.family == socket.AF_INET:
-            return str(address.address)
+    """The address of a network interface, which ZeroMQ takes as a host, too: where the daemon is, of IPv6 sooner."""
+    addresses = psutil.net_if_addrs().get(host, ())
+    for family in (socket.AF_INET6, socket.AF_INET):
+        for address in addresses:
+            if address.family == family:
+                return str(address.address)
     return "::" if host == "*" else host
 
 
@@ -402,10 +405,11 @@ class Lanes(Reader):
         except StreamError as error:
             self._break(lane, str(error))
             return Arrival(None, error=error)
-        if lane.has_more:
-            self._behind[lane] = None
-        else:
-            self._behind.pop(lane, None)
+        finally:
+            if lane.has_more:
+                self._behind[lane] = None
+            else:
+                self._behind.pop(lane, None)
         return arrival
 
     # What goes out.
@@ -455,7 +459,7 @@ class Lanes(Reader):
     def _close(self, lane: "_Lane") -> None:
         self._behind.pop(lane, None)
         if lane.is_open:
-            self._open.pop(lane.descriptor, None)
+            self._open.pop(lane.descriptor, None)  # unless it was not opened whole
             lane.close()
 
     def close(self) -> None:
@@ -489,7 +493,8 @@ class Lanes(Reader):
         if body != sum([sizes[0] for sizes in header.sizes]):
             raise StreamError(f"worker {header.worker}: what follows has not the size that was announced")
         try:
-            return _Incoming(header, bytearray(body), [self._allocate(size) for size in travelling])
+            place = bytearray(body) if body < TOGETHER_BYTES else self._allocate(body)
+            return _Incoming(header, place, [self._allocate(size) for size in travelling])
         except (MemoryError, ValueError, OSError, OverflowError) as error:
             raise StreamError(f"worker {header.worker}: no memory for a batch of {rest} bytes") from error
 
@@ -521,7 +526,7 @@ class _Incoming(NamedTuple):
     """A message on its way."""
 
     header: Any
-    body: bytearray
+    body: bytearray | memoryview
     parts: Sequence[memoryview] = ()
 
     @property
@@ -551,6 +556,7 @@ class _Lane:
         self._epoll = epoll
         self._patience = RECONNECT_MS / 1000
         self._last = b""
+        self._where = transport.split_address(endpoint)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     def open(self, password: bytes) -> None:
@@ -559,7 +565,7 @@ class _Lane:
         Raises:
             OSError: it cannot be done.
         """
-        host, port = transport.split_address(self.endpoint)
+        host, port = self._where
         ((family, *_, address), *_) = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
         self._socket = socket.socket(family)
         self._socket.setblocking(False)
@@ -587,8 +593,8 @@ class _Lane:
 
     @property
     def has_more(self) -> bool:
-        """Whether something has been received that ``receive`` has not looked at."""
-        return self.is_open and self._low < self._high
+        """Whether something has been received that ``receive`` has not looked at, or it was left in the middle."""
+        return self.is_open and (self._low < self._high or self._is_amid)
 
     def receive(self) -> Arrival | None:
         """The next message, or that a large one is on its way; None if nothing more has come.
@@ -616,10 +622,10 @@ class _Lane:
                 nbytes = self._fill(self._scratch if wanted < SCRATCH_BYTES else self._place)
                 if not nbytes:
                     break
+                left -= nbytes
                 if wanted < SCRATCH_BYTES:
                     self._low, self._high = 0, nbytes
                     continue
-                left -= nbytes
             if nbytes < wanted:
                 self._place = self._place[nbytes:]
                 continue
@@ -663,7 +669,7 @@ class _Lane:
             yield memoryview(frame)
             incoming = self._lanes.begin(bytes(frame), rest)
             if isinstance(incoming, _Incoming):
-                self._header = incoming.header
+                self._header = incoming.header if isinstance(incoming.header, Batches) else None
                 yield from incoming.places
                 self._header = None
                 yield self._lanes.finish(incoming)

@@ -201,7 +201,7 @@ class Reader:
         entries, start = [], 0
         lent, numbers = self._look(header), itertools.count()
         for header_size, *sizes in header.sizes:
-            parts = [lent.get(next(numbers)) or fetch(size) for size in sizes] if sizes else ()
+            parts = [lent[n] if (n := next(numbers)) in lent else fetch(size) for size in sizes] if sizes else ()
             nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size + sum(sizes)
             entries.append(Entry(body[start : start + header_size], parts, nbytes))
             start += header_size
