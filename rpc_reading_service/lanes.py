@@ -46,8 +46,11 @@ logger = logging.getLogger(__name__)
 _PREFIX = struct.Struct("<IQ")
 """Before each message: bytes of its header, and of everything after that."""
 
-SCRATCH_BYTES = 4096
-"""What is smaller is received together with what follows, and copied; what is larger, straight into its place."""
+LITTLE_BYTES = 4096
+"""What is less is received together with what follows, and copied; what is more, straight into its place."""
+
+SCRATCH_BYTES = 64 << 10
+"""What is received together, as long as messages are no larger; then, only ``LITTLE_BYTES``."""
 
 READ_BYTES = 8 << 20
 """Of one connection, before the others get their turn."""
@@ -391,6 +394,7 @@ class Lanes(Reader):
         ready = dict(self._behind)
         for descriptor, events in self._epoll.poll(0):
             lane = self._open[descriptor]
+            lane.is_drained = False
             if events & select.EPOLLOUT:
                 self._try(lane, lane.flush)
             ready[lane] = None
@@ -435,10 +439,13 @@ class Lanes(Reader):
             self._close(lane)
 
     def tend(self, now: float) -> None:
-        """Connect again to whoever is due."""
+        """Connect again to whoever is due, and look for what comes too slowly to wake anybody."""
         for lane in self._lanes.values():
             if not lane.is_open and now >= lane.retry_at:
                 self._connect(lane)
+            elif lane.is_open and lane.is_slow(now):
+                lane.is_drained = False
+                self._behind[lane] = None
 
     def _connect(self, lane: "_Lane") -> None:
         self._try(lane, lambda: lane.open(self._password))
@@ -558,6 +565,7 @@ class _Lane:
         self._last = b""
         self._where = transport.split_address(endpoint)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._little = self._scratch[:LITTLE_BYTES]
 
     def open(self, password: bytes) -> None:
         """Begin to connect.
@@ -585,6 +593,9 @@ class _Lane:
         self._messages = self._take_apart()
         self._place = next(self._messages)
         self._low = self._high = 0
+        self._is_large = True
+        self.is_drained = False
+        """Whether nothing can be received before the epoll says so; to try costs more than to wait."""
         self._least = 1
         self._is_amid = False
         self._told_at = 0.0
@@ -595,6 +606,10 @@ class _Lane:
     def has_more(self) -> bool:
         """Whether something has been received that ``receive`` has not looked at, or it was left in the middle."""
         return self.is_open and (self._low < self._high or self._is_amid)
+
+    def is_slow(self, now: float) -> bool:
+        """Whether a batch is on its way, and nothing has been told of it for a while."""
+        return self._header is not None and now >= self._told_at + PROGRESS_S
 
     def receive(self) -> Arrival | None:
         """The next message, or that a large one is on its way; None if nothing more has come.
@@ -618,12 +633,12 @@ class _Lane:
                 nbytes = min(wanted, self._high - self._low)
                 self._place[:nbytes] = self._scratch[self._low : self._low + nbytes]
                 self._low += nbytes
+            elif self.is_drained:
+                break
             else:
-                nbytes = self._fill(self._scratch if wanted < SCRATCH_BYTES else self._place)
-                if not nbytes:
-                    break
+                nbytes = self._fill(self._place if wanted >= LITTLE_BYTES else self._room)
                 left -= nbytes
-                if wanted < SCRATCH_BYTES:
+                if wanted < LITTLE_BYTES:
                     self._low, self._high = 0, nbytes
                     continue
             if nbytes < wanted:
@@ -633,18 +648,26 @@ class _Lane:
             if isinstance(step, Arrival):
                 self._place = next(self._messages)
                 self._wake_for(1)
+                self.is_drained |= self._low == self._high
                 return step
             self._place = step
         return self._rest()
+
+    @property
+    def _room(self) -> memoryview:
+        """Where what is little is received."""
+        return self._little if self._is_large else self._scratch
 
     def _fill(self, place: memoryview) -> int:
         """Bytes received; none if nothing has come."""
         try:
             nbytes = self._socket.recv_into(place)
         except BlockingIOError:
+            self.is_drained = True
             return 0
         if not nbytes:
             raise EOFError
+        self.is_drained = nbytes < len(place)
         self._patience = RECONNECT_MS / 1000
         return nbytes
 
@@ -665,6 +688,7 @@ class _Lane:
             nbytes, rest = _PREFIX.unpack(prefix)
             if not 0 < nbytes <= DATA_BYTES:
                 raise StreamError(f"{self.endpoint} sent something that is no message of ours")
+            self._is_large = nbytes + rest > SCRATCH_BYTES
             frame = bytearray(nbytes)
             yield memoryview(frame)
             incoming = self._lanes.begin(bytes(frame), rest)

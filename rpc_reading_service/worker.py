@@ -133,7 +133,7 @@ class Mailbox:
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
         self._gathered = 0
-        self._put_at = 0.0
+        self._put_at = self._gathers_since = 0.0
         self.gathers = False
         self._epoch = 0
 
@@ -184,7 +184,12 @@ class Mailbox:
             nbytes = protocol.weight(parcel.sizes)
             self._window.produce(nbytes)
             self._gathered += nbytes
-            return not self._is_quick(time.monotonic()) or self._gathered >= GATHER_BYTES or not self._window.is_open
+            now = time.monotonic()
+            if len(self._parcels) == 1:
+                self._gathers_since = now
+            has_waited = now - self._gathers_since >= LOOK_S
+            is_enough = self._gathered >= GATHER_BYTES or not self._window.is_open
+            return not self._is_quick(now) or has_waited or is_enough
 
     def _is_quick(self, now: float) -> bool:
         """Whether the next batch may be expected at once."""

@@ -1,5 +1,6 @@
 """Lanes: what a worker packs is what a client reads, whatever the connection, or whoever else connects, does to it."""
 
+import math
 import os
 import select
 import signal
@@ -338,12 +339,30 @@ def test_a_slow_batch_tells_that_it_is_on_its_way_once_a_while(
     assert [each.header.seq for each in told.arrived if each.header] == [7, 7]
 
 
+def test_what_comes_too_slowly_to_wake_anybody_is_read_now_and_then(
+    fake: Fake, told: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = wire(batch(7, b"x" * 3 * MB))
+    fake.send(data[:200_000])
+    lane = told.lanes._lanes[0, 0]
+    until_turned(told, lambda: len(lane._place) == len(data) - 200_000)
+    before = len(lane._place)
+    fake.send(data[200_000:200_100])
+    deadline = transport.Deadline(LONG_S)
+    while len(lane._place) == before:
+        assert not deadline.expired
+        told.lanes.tend(math.inf)
+        assert not told.lanes.drained
+        told.turn()
+
+
 def until_turned(client: Client, done: Callable[[], bool]) -> None:
     """With a clock that stands still; what came may be less than would wake the client."""
     for _ in range(10_000):
         client.turn()
         for lane in client.lanes._open.values():
             if not done():
+                lane.is_drained = False
                 client.arrived += [each for each in [client.lanes._receive(lane)] if each is not None]
         if done():
             return
