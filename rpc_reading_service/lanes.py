@@ -598,7 +598,8 @@ class _Lane:
         """Whether nothing can be received before the epoll says so; to try costs more than to wait."""
         self._least = 1
         self._is_amid = False
-        self._told_at = 0.0
+        self._has_come = False
+        self._told_at = self._looked_at = 0.0
 
     # What comes in.
 
@@ -609,7 +610,7 @@ class _Lane:
 
     def is_slow(self, now: float) -> bool:
         """Whether a batch is on its way, and nothing has been told of it for a while."""
-        return self._header is not None and now >= self._told_at + PROGRESS_S
+        return self._header is not None and now >= self._looked_at + PROGRESS_S
 
     def receive(self) -> Arrival | None:
         """The next message, or that a large one is on its way; None if nothing more has come.
@@ -668,6 +669,7 @@ class _Lane:
         if not nbytes:
             raise EOFError
         self.is_drained = nbytes < len(place)
+        self._has_come = True
         self._patience = RECONNECT_MS / 1000
         return nbytes
 
@@ -675,9 +677,12 @@ class _Lane:
         """More is to come."""
         wanted = len(self._place)
         self._wake_for(min(wanted, ATTENTION_BYTES) if wanted >= TOGETHER_BYTES else 1)
-        if self._header is None or (now := time.monotonic()) < self._told_at + PROGRESS_S:
+        if self._header is None:
             return None
-        self._told_at = now
+        now = self._looked_at = time.monotonic()
+        if not self._has_come or now < self._told_at + PROGRESS_S:
+            return None
+        self._told_at, self._has_come = now, False
         return Arrival(self._header)
 
     def _take_apart(self) -> Generator[Any, None, None]:

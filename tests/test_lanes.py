@@ -356,6 +356,19 @@ def test_what_comes_too_slowly_to_wake_anybody_is_read_now_and_then(
         told.turn()
 
 
+def test_of_a_batch_of_which_nothing_more_comes_nothing_is_told(fake: Fake, told: Client) -> None:
+    data = wire(batch(7, b"x" * 3 * MB))
+    fake.send(data[:200_000])
+    lane = told.lanes._lanes[0, 0]
+    until_turned(told, lambda: len(lane._place) == len(data) - 200_000)
+    lane._told_at = -math.inf
+    lane._has_come = False
+    told.arrived.clear()
+    told.turn(math.inf)
+    assert told.arrived == []
+    assert told.is_quiet
+
+
 def until_turned(client: Client, done: Callable[[], bool]) -> None:
     """With a clock that stands still; what came may be less than would wake the client."""
     for _ in range(10_000):

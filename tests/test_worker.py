@@ -36,6 +36,7 @@ def mailbox() -> Iterator[Mailbox]:
 def quick(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> Mailbox:
     """Of a worker with much room, whose graph is always quick, and has yielded a first batch."""
     monkeypatch.setattr(worker_module, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker_module, "LOOK_S", 60.0)
     mailbox._window = Window(MANY, 1 << 40)
     begin(mailbox, 1)
     mailbox._put_at = time.monotonic()
@@ -94,6 +95,15 @@ def test_batches_of_a_slow_graph_leave_at_once(mailbox: Mailbox, monkeypatch: py
     begin(mailbox, 1)
     assert all(mailbox.put(small(seq)) for seq in range(10))
     assert not mailbox.gathers
+
+
+def test_what_was_gathered_for_a_while_leaves(quick: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not quick.put(small(0))
+    monkeypatch.setattr(worker_module, "LOOK_S", 0.0)
+    assert quick.put(small(1))
+    monkeypatch.setattr(worker_module, "LOOK_S", 60.0)
+    quick.collect()
+    assert not quick.put(small(2))
 
 
 def test_batches_of_a_quick_graph_gather_up_to_a_message(quick: Mailbox) -> None:
