@@ -20,7 +20,10 @@ def sole(holder: list[Any]) -> set[int]:
     Args:
         holder: holds the batch, and nobody else does
     """
-    return set(_search(holder)) if _CAN_TELL else set()
+    try:
+        return set(_search(holder)) if _CAN_TELL else set()
+    except RecursionError:  # so deep that only the encoder may say whether it is too deep
+        return set()
 
 
 def _search(container: Any) -> Iterator[int]:
@@ -29,7 +32,7 @@ def _search(container: Any) -> Iterator[int]:
             continue
         if type(item) is not torch.Tensor:
             yield from _search(item)
-        elif item.nbytes >= SOLE_BYTES and _owns_its_memory(item):
+        elif _owns_its_memory(item):
             yield item.data_ptr()
 
 
@@ -40,15 +43,16 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _owns_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether only this object leads to it: no view, no array, no capsule, nothing that torch itself holds."""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and _holders(tensor) == _HOLDERS
+    """Whether it is large, and only this object leads to it: no view, array or capsule, nothing that torch holds."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"  # others may not even have a size
+    return is_plain and tensor.nbytes >= SOLE_BYTES and _holders(tensor) == _HOLDERS
 
 
 def _holders(tensor: Any) -> tuple[Any, ...]:
     """Who holds a tensor and its storage, in C++ and in Python."""
     storage = tensor.untyped_storage()
     uses = torch._C._storage_Use_Count(storage._cdata)
-    references = weakref.getweakrefcount(tensor), sys.getrefcount(storage)
+    references = weakref.getweakrefcount(tensor), weakref.getweakrefcount(storage), sys.getrefcount(storage)
     return *references, tensor._use_count(), uses, storage.resizable(), storage.is_shared()
 
 

@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -234,7 +235,7 @@ def streams(draw: Any) -> list[Parcel]:
 def unpacked(parcels: Sequence[Parcel]) -> list[tuple[Any, ...]]:
     """Each batch, mark and error by itself."""
     return [
-        (Batches, b"", (each.header, *map(bytes, each.buffers)))
+        (Batches, b"", (each.header, *map(bytes, each.travelling)))
         if each.kind is Batches
         else (each.kind, each.header, ())
         for each in parcels
@@ -326,7 +327,7 @@ def test_a_slow_batch_tells_that_it_is_on_its_way_once_a_while(
     fake: Fake, told: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, clock = wire(batch(7, b"x" * 3 * MB)), [1000.0]
-    monkeypatch.setattr(lanes_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     lane = told.lanes._lanes[0, 0]
     fake.send(data[:200])
     until_turned(told, lambda: len(told.arrived) == 1)
@@ -502,6 +503,10 @@ def test_what_cannot_be_followed_ends_the_connection(data: bytes, fake: Fake, to
     assert str(arrival.error) == f"tcp://127.0.0.1:{fake.port} sent something that is no message of ours"
     assert not told.is_open()
     assert told.is_quiet
+    told.lanes.tend(when_due(told))
+    fake.accept(told)
+    fake.send(wire(batch(1)))
+    until(lambda: told.seqs == [1], told)
 
 
 HUGE = 1 << 62
@@ -624,7 +629,7 @@ def test_the_longer_nobody_is_there_the_rarer_it_is_tried_until_something_comes(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, waits = 1000.0, []
-    monkeypatch.setattr(lanes_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with closing(Client(free_port)) as client:
         for _ in range(7):
             until_closed(client)
@@ -758,7 +763,7 @@ def test_no_stranger_learns_how_much_of_what_it_shows_is_right(worker: Worker) -
 
 def test_who_shows_nothing_is_turned_away_after_a_while(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(lanes_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with dial(worker) as stranger:
         assert is_readable(worker.raw, LONG_S)
         worker.turn()
@@ -813,6 +818,16 @@ def test_credit_is_heard_however_it_is_cut(worker: Worker) -> None:
             worker.turn()
         until(lambda: len(worker.heard) == 300, worker)
         assert worker.heard == frames
+
+
+def test_credit_that_broke_off_is_not_continued_by_the_next_connection(worker: Worker) -> None:
+    frame = PREFIX.pack(len(credit(1)), 0) + credit(1)
+    with dial(worker) as first, dial(worker) as second:
+        first.sendall(PASSWORD + frame[:-1])
+        until(lambda: bool(worker._told), worker)
+        second.sendall(PASSWORD + frame)
+        until(lambda: worker.heard != [], worker)
+        assert worker.heard == [credit(1)]
 
 
 @pytest.mark.parametrize("prefix", [PREFIX.pack(5000, 0), PREFIX.pack(5, 1)], ids=["too long", "with a rest"])
@@ -1007,6 +1022,21 @@ def test_a_small_batch_behind_a_large_one_is_read_though_reading_stopped_in_betw
         if not client.lanes.drained or poller.poll(20):
             one()
     assert client.seqs == list(range(8))
+
+
+def test_what_comes_after_a_large_batch_wakes_whoever_stopped_at_that(fake: Fake, told: Client) -> None:
+    """To complete the large one, he was not to be woken for less than its rest."""
+    data = wire(batch(0, bytes(MB)))
+    fake.send(data[: MB // 2])
+    until(lambda: told.lanes._lanes[0, 0]._least > 1, told)
+    fake.send(data[MB // 2 :])
+    assert is_readable(told.raw, LONG_S)
+    for arrival in told.lanes.read(256):
+        assert arrival.entries
+        break
+    fake.send(wire(batch(1)))
+    assert is_readable(told.raw, LONG_S)
+    until(lambda: told.seqs == [1], told)
 
 
 def test_what_comes_last_wakes_the_reader_wherever_it_stopped(
