@@ -150,6 +150,9 @@ class Listener:
         """False if the client is not connected, and nothing was sent. What does not fit waits for ``receive_all``.
 
         What was borrowed is needed no longer.
+
+        Raises:
+            MemoryError: there is no room for what has to wait, so that the connection is given up.
         """
         if self._client is None:
             return False
@@ -157,8 +160,12 @@ class Listener:
         self._unsent.extend(frames)
         if has_room:
             self._flush()
-        for index in range(max(0, len(self._unsent) - len(frames)), len(self._unsent)):
-            self._unsent[index] = keep(self._unsent[index])
+        try:
+            for index in range(max(0, len(self._unsent) - len(frames)), len(self._unsent)):
+                self._unsent[index] = keep(self._unsent[index])
+        except MemoryError:
+            self._lose_client("there is no memory for what it has not read")  # and what is borrowed changes
+            raise
         return True
 
     def _flush(self) -> None:

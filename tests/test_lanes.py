@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rpc_reading_service import lanes as lanes_module
-from rpc_reading_service import messages, segments, transport
+from rpc_reading_service import buffers, messages, segments, transport
 from rpc_reading_service.errors import AddressError
 from rpc_reading_service.lanes import LanePacker, Lanes, Listener
 from rpc_reading_service.messages import (
@@ -930,6 +930,22 @@ def test_what_was_borrowed_may_change_once_it_was_sent(nbytes: int, ends: tuple[
         assert bytes(arrival.entries[0].buffers[0]) == bytes([seq]) * nbytes
     assert not worker._unsent
     assert not is_readable(worker.raw, 0.0)
+
+
+def test_what_was_borrowed_and_cannot_be_copied_is_not_sent_later(
+    ends: tuple[Worker, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(nbytes: int) -> memoryview:
+        raise MemoryError(f"no room for {nbytes}")
+
+    worker, client = ends
+    ((first, *_),) = packed(batch(0, bytes(20 * MB)))
+    monkeypatch.setattr(buffers, "allocate", no_room)
+    with pytest.raises(MemoryError, match="no room for"):
+        worker.send([first, Borrowed(memoryview(bytearray(20 * MB)))])
+    assert not worker._unsent
+    until(lambda: not client.is_open(), client, worker)
+    assert client.seqs == []
 
 
 def test_what_is_sent_from_where_it_is(ends: tuple[Worker, Client]) -> None:
