@@ -175,8 +175,7 @@ def test_what_is_read_at_once_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyP
     for _ in range(3):
         ends.send_batch()
     ends.until(lambda: len(ends.arrived) >= 2)
-    ends.until(lambda: len(ends.arrived) == 3)
-    assert not ends.intake.behind
+    ends.until(lambda: len(ends.arrived) == 3 and not ends.intake.behind)
     for _ in range(3):
         ends.send_batch()
     deadline = transport.Deadline(LONG_S)
