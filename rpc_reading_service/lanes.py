@@ -79,6 +79,9 @@ UNSENT_BYTES = 1 << 20
 STRANGERS = 128
 """Connections that have not shown the password yet; of more, the oldest is closed."""
 
+DEAF_S = 1.0
+"""If a connection cannot be accepted, the next one has to wait for so long."""
+
 STRANGER_S = 10.0
 ACCEPTED_AT_ONCE = 64
 
@@ -134,6 +137,7 @@ class Listener:
         self._unsent: deque[Any] = deque()
         self._waits_for_room = False
         self._told = bytearray()
+        self._deaf_until = 0.0
 
     @property
     def raw(self) -> int:
@@ -200,7 +204,7 @@ class Listener:
                     yield from self._hear()
                 if events & select.EPOLLOUT and self._client is not None:
                     self._flush()
-        if self._strangers:
+        if self._strangers or self._deaf_until:
             self._expire(time.monotonic())
 
     def _hear(self) -> Iterator[bytes]:
@@ -241,14 +245,20 @@ class Listener:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _address = self._socket.accept()
-            except OSError:  # nobody else; or gone again, or there are too many descriptors: the next may be let in
+            except BlockingIOError:
                 return
+            except OSError:  # gone again; or there are too many descriptors, and it would be told of again at once
+                return self._listen_again_at(time.monotonic() + DEAF_S)
             while len(self._strangers) >= STRANGERS:
                 self._turn_away(next(iter(self._strangers.values())))
             connection.setblocking(False)
             self._epoll.register(connection, select.EPOLLIN)
             until = time.monotonic() + STRANGER_S
             self._strangers[connection.fileno()] = _Stranger(connection, bytearray(), until)
+
+    def _listen_again_at(self, moment: float) -> None:
+        self._deaf_until = moment
+        self._epoll.modify(self._socket, 0)
 
     def _look_at(self, stranger: "_Stranger") -> None:
         """Once it has shown as much as a password is: whoever were turned away sooner could guess it piece by piece."""
@@ -269,6 +279,9 @@ class Listener:
             self._client = stranger.connection
 
     def _expire(self, now: float) -> None:
+        if self._deaf_until and now >= self._deaf_until:
+            self._deaf_until = 0.0
+            self._epoll.modify(self._socket, select.EPOLLIN)
         for stranger in [each for each in self._strangers.values() if each.until < now]:
             self._turn_away(stranger)
 
@@ -337,7 +350,16 @@ def _interface(host: str) -> str:
         for address in addresses:
             if address.family == family:
                 return str(address.address)
-    return "::" if host == "*" else host
+    return _everywhere() if host == "*" else host
+
+
+def _everywhere() -> str:
+    """Of a system without IPv6 the addresses that it has."""
+    try:
+        socket.socket(socket.AF_INET6).close()
+    except OSError:
+        return "0.0.0.0"
+    return "::"
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -657,6 +679,7 @@ class _Lane:
                 self._place = next(self._messages)
                 self._wake_for(1)
                 self.is_drained |= self._low == self._high
+                self._patience = RECONNECT_MS / 1000 if step.error is None else self._patience
                 return step
             self._place = step
         return self._rest()
@@ -677,7 +700,6 @@ class _Lane:
             raise EOFError
         self.is_drained = nbytes < len(place)
         self._has_come = True
-        self._patience = RECONNECT_MS / 1000
         return nbytes
 
     def _rest(self) -> Arrival | None:

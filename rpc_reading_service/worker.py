@@ -379,12 +379,8 @@ class Runner:
             return self._fail(error)
         nbytes = encoded.nbytes if encoded.buffers else len(encoded.header)  # they are let go of when they are placed
         try:
-            parcel = Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded, sole))
-        except MemoryError as error:
-            return self._fail(error)
-        try:
-            self._put(parcel)
-        except BufferError as error:
+            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded, sole)))
+        except (BufferError, MemoryError) as error:
             return self._fail(error)
         self._seq += 1
         self._logbook.produced(nbytes)
@@ -526,8 +522,12 @@ class ClientOutlet:
         while self._outgoing and self._push.send(self._outgoing[0].frames):
             self._outgoing.popleft()
             self._opened = sent = True
-        for packed in self._outgoing:  # nobody is there
-            packed.frames[:] = map(lanes.keep, packed.frames)
+        for packed in list(self._outgoing):  # nobody is there
+            try:
+                packed.frames[:] = map(lanes.keep, packed.frames)
+            except MemoryError:
+                self._outgoing.remove(packed)  # its memory is going to change
+                raise
         return sent
 
     def abandon(self) -> None:

@@ -1,5 +1,6 @@
 """Lanes: what a worker packs is what a client reads, whatever the connection, or whoever else connects, does to it."""
 
+import errno
 import math
 import os
 import select
@@ -1151,3 +1152,49 @@ def test_both_ends_can_be_closed_twice(ends: tuple[Worker, Client]) -> None:
     for _ in range(2):
         worker.close()
         client.close()
+
+
+class Full:
+    """A listening socket of a process that has no descriptors left."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.fileno = listener.fileno
+
+    def accept(self) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_worker_without_descriptors_is_not_kept_busy_by_who_wants_in(worker: Worker) -> None:
+    listener, worker._socket = worker._socket, Full(worker._socket)
+    with closing(Client(worker.port)) as client:
+        worker.turn()
+        assert not is_readable(worker.raw, 0.0)
+        worker._socket = listener
+        worker._deaf_until = -1.0
+        worker.turn()
+        meet(worker, client)
+
+
+def test_everywhere_is_ipv4_alone_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lanes_module._everywhere() == "::"
+
+    def unknown(*_: Any) -> Any:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(lanes_module.socket, "socket", unknown)
+    assert lanes_module._everywhere() == "0.0.0.0"
+
+
+def test_who_sends_only_what_cannot_be_read_is_not_tried_again_sooner_for_that() -> None:
+    fake = Fake()
+    with closing(Client(fake.port)) as client:
+        lane = client.lanes._lanes[0, 0]
+        waits = []
+        for _ in range(3):
+            fake.accept(client)
+            fake.send(b"220 mail.example ESMTP ready\r\n")
+            until(lambda: not client.is_open(), client)
+            waits.append(lane._patience)
+            client.lanes.tend(math.inf)
+        assert waits == sorted(set(waits))
+    fake.close()

@@ -4,17 +4,19 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from rpc_reading_service import messages, protocol, transport
+from rpc_reading_service import buffers, messages, protocol, transport
 from rpc_reading_service import worker as worker_module
 from rpc_reading_service.buffers import Logbook
+from rpc_reading_service.lanes import LanePacker
 from rpc_reading_service.messages import Batches, Credit, EndOfShard, StartEpoch
 from rpc_reading_service.protocol import AHEAD_BYTES, Window
 from rpc_reading_service.segments import Segments
 from rpc_reading_service.stream import Packer, Parcel
-from rpc_reading_service.transport import Waker
+from rpc_reading_service.transport import Borrowed, Waker
 from rpc_reading_service.worker import ClientOutlet, Mailbox
 
 SESSION = "0" * 32
@@ -167,3 +169,31 @@ def test_whoever_sends_hears_what_has_come(quick: Mailbox) -> None:
     pull.close()
     gate.close()
     context.close()
+
+
+class Nobody:
+    """A data port to which no client has come."""
+
+    raw = -1
+
+    def send(self, frames: Any) -> bool:
+        return False
+
+    def receive_all(self) -> Iterator[bytes]:
+        return iter(())
+
+
+def test_a_batch_that_waits_for_the_client_and_cannot_be_copied_is_not_sent_later(
+    quick: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlet = ClientOutlet(quick, Nobody(), LanePacker(SESSION, 0, 0), lambda parcel: None)  # type: ignore[arg-type]
+    outlet.pump()
+
+    def full(view: memoryview) -> memoryview:
+        raise MemoryError(f"there is no room to send {view.nbytes:,} bytes")
+
+    monkeypatch.setattr(buffers, "snapshot", full)
+    quick.put(Parcel(1, 0, Batches, b"x", [Borrowed(memoryview(bytes(100)))]))
+    with pytest.raises(MemoryError, match="no room to send 100 bytes"):
+        outlet.pump()
+    assert len(outlet._outgoing) == 1, "the message that tells that the worker is there"
