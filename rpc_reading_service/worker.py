@@ -88,8 +88,8 @@ GATHER_S = 0.001
 LOOK_S = 0.002
 """For so long at most: the I/O thread looks so often, which takes it 40 us."""
 
-GATHER_BYTES = CHUNK_BYTES
-"""So many together wait no longer: what they count for in the window."""
+GATHER_BYTES = 3 * CHUNK_BYTES
+"""So many together wait no longer: what they count for in the window, of which this is a good third."""
 
 SETTLED_S = 0.01
 """The graph has not been quick for so long: nothing is gathered, so that the I/O thread need not look."""
@@ -133,7 +133,7 @@ class Mailbox:
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
         self._gathered = 0
-        self._put_at = self._gathers_since = 0.0
+        self._put_at = 0.0
         self.gathers = False
         self._epoch = 0
 
@@ -184,12 +184,7 @@ class Mailbox:
             nbytes = protocol.weight(parcel.sizes)
             self._window.produce(nbytes)
             self._gathered += nbytes
-            now = time.monotonic()
-            if len(self._parcels) == 1:
-                self._gathers_since = now
-            has_waited = now - self._gathers_since >= LOOK_S
-            is_enough = self._gathered >= GATHER_BYTES or not self._window.is_open
-            return not self._is_quick(now) or has_waited or is_enough
+            return not self._is_quick(time.monotonic()) or self._gathered >= GATHER_BYTES or not self._window.is_open
 
     def _is_quick(self, now: float) -> bool:
         """Whether the next batch may be expected at once."""

@@ -38,7 +38,6 @@ def mailbox() -> Iterator[Mailbox]:
 def quick(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> Mailbox:
     """Of a worker with much room, whose graph is always quick, and has yielded a first batch."""
     monkeypatch.setattr(worker_module, "GATHER_S", 60.0)
-    monkeypatch.setattr(worker_module, "LOOK_S", 60.0)
     mailbox._window = Window(MANY, 1 << 40)
     begin(mailbox, 1)
     mailbox._put_at = time.monotonic()
@@ -99,17 +98,8 @@ def test_batches_of_a_slow_graph_leave_at_once(mailbox: Mailbox, monkeypatch: py
     assert not mailbox.gathers
 
 
-def test_what_was_gathered_for_a_while_leaves(quick: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not quick.put(small(0))
-    monkeypatch.setattr(worker_module, "LOOK_S", 0.0)
-    assert quick.put(small(1))
-    monkeypatch.setattr(worker_module, "LOOK_S", 60.0)
-    quick.collect()
-    assert not quick.put(small(2))
-
-
-def test_batches_of_a_quick_graph_gather_up_to_a_message(quick: Mailbox) -> None:
-    due = [quick.put(small(seq)) for seq in range(MANY // protocol.weight([1]) + 1)]
+def test_batches_of_a_quick_graph_gather_up_to_a_third_of_the_window(quick: Mailbox) -> None:
+    due = [quick.put(small(seq)) for seq in range(worker_module.GATHER_BYTES // protocol.weight([1]) + 1)]
     assert due.index(True) == len(due) - 1
     assert len(quick.collect()) == len(due)
     assert not quick.put(small(len(due))), "it begins anew"
