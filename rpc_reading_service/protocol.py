@@ -190,8 +190,9 @@ class CreditMeter:
         """
         if not untold:
             return True
-        is_ahead = untold < AHEAD_COUNT and untold * self._largest < AHEAD_BYTES
-        return (untold < self._count_always or is_ahead) and (untold + 1) * self._largest <= self._nbytes
+        nbytes = untold * self._largest
+        is_ahead = nbytes < SMALL_WINDOW_BYTES or (untold < AHEAD_COUNT and nbytes < AHEAD_BYTES)
+        return (untold < self._count_always or is_ahead) and nbytes + self._largest <= self._nbytes
 
 
 # Which versions fit together.
