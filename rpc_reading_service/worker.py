@@ -157,6 +157,7 @@ class Mailbox:
         self._changed.wait()
         if producing:
             self._logbook.rename(self._awaited)
+            self._put_at = time.monotonic()  # it is the graph that is quick or slow
 
     def _has_room(self) -> bool:
         if not self._look_for_room():
