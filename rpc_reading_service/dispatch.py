@@ -310,6 +310,9 @@ class FeedOutlet:
                 self._router.send(worker, message.frames)
         return bool(leaving)
 
+    def hear(self) -> None:
+        """``pump`` has heard."""
+
     def abandon(self) -> None:
         """A new epoch: nothing waits here that would have to be dropped."""
 

@@ -118,6 +118,8 @@ class LanePacker(Packer):
 class Listener:
     """A worker's data port: sends to its session's client, and hears nobody else.
 
+    ``raw`` tells of news until they have been heard (``tells_once``, as ZeroMQ's sockets do, is false).
+
     Args:
         session: the client shows its password
         host, ports: where it may be bound
@@ -125,6 +127,8 @@ class Listener:
     Raises:
         OSError: none of the ports is free, or the host is not one of this machine's.
     """
+
+    tells_once = False
 
     def __init__(self, session: str, host: str, ports: Iterable[int]) -> None:
         self._password = transport.password(session)

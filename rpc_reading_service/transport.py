@@ -960,6 +960,9 @@ class Push:
         OSError: none of the ports is free.
     """
 
+    tells_once = True
+    """Whether ``raw`` does not tell again of news that nobody has heard."""
+
     def __init__(
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]
     ) -> None:

@@ -38,6 +38,7 @@ def mailbox() -> Iterator[Mailbox]:
 def quick(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> Mailbox:
     """Of a worker with much room, whose graph is always quick, and has yielded a first batch."""
     monkeypatch.setattr(worker_module, "GATHER_S", 60.0)
+    monkeypatch.setattr(worker_module, "GATHERED_S", 60.0)
     mailbox._window = Window(MANY, 1 << 40)
     begin(mailbox, 1)
     mailbox._put_at = time.monotonic()
@@ -96,6 +97,15 @@ def test_batches_of_a_slow_graph_leave_at_once(mailbox: Mailbox, monkeypatch: py
     begin(mailbox, 1)
     assert all(mailbox.put(small(seq)) for seq in range(10))
     assert not mailbox.gathers
+
+
+def test_what_was_gathered_for_a_while_leaves(quick: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not quick.put(small(0))
+    monkeypatch.setattr(worker_module, "GATHERED_S", 0.0)
+    assert quick.put(small(1))
+    monkeypatch.setattr(worker_module, "GATHERED_S", 60.0)
+    quick.collect()
+    assert not quick.put(small(2))
 
 
 def test_batches_of_a_quick_graph_gather_up_to_a_third_of_the_window(quick: Mailbox) -> None:
@@ -165,6 +175,7 @@ class Nobody:
     """A data port to which no client has come."""
 
     raw = -1
+    tells_once = False
 
     def send(self, frames: Any) -> bool:
         return False
