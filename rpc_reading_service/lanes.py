@@ -43,6 +43,8 @@ from rpc_reading_service.transport import (
 
 logger = logging.getLogger(__name__)
 
+_MAGIC = b"rpc-reading lane"
+
 _PREFIX = struct.Struct("<IQ")
 """Before each message: bytes of its header, and of everything after that."""
 
@@ -89,6 +91,11 @@ ACCEPTED_AT_ONCE = 64
 # Messages.
 
 
+def hello(session: str) -> bytes:
+    """What a client says first: who says something else from the start is no client of anybody's."""
+    return _MAGIC + transport.password(session)
+
+
 def _view(piece: Any) -> memoryview:
     return piece.view if isinstance(piece, Borrowed) else memoryview(piece)
 
@@ -131,7 +138,7 @@ class Listener:
     tells_once = False
 
     def __init__(self, session: str, host: str, ports: Iterable[int]) -> None:
-        self._password = transport.password(session)
+        self._hello = hello(session)
         self._socket = _listen(host, ports)
         self.port = int(self._socket.getsockname()[1])
         self._epoll = select.epoll()
@@ -265,8 +272,8 @@ class Listener:
         self._epoll.modify(self._socket, 0)
 
     def _look_at(self, stranger: "_Stranger") -> None:
-        """Once it has shown as much as a password is: whoever were turned away sooner could guess it piece by piece."""
-        shown, wanted = stranger.shown, self._password
+        """The password is compared when all of it is there: who were told sooner could guess it piece by piece."""
+        shown, wanted = stranger.shown, self._hello
         try:
             more = stranger.connection.recv(len(wanted) - len(shown))
         except BlockingIOError:
@@ -274,7 +281,8 @@ class Listener:
         except OSError:
             more = b""
         shown += more
-        if not more or (len(shown) == len(wanted) and not hmac.compare_digest(shown, wanted)):
+        is_foreign = not _MAGIC.startswith(shown[: len(_MAGIC)])
+        if not more or is_foreign or (len(shown) == len(wanted) and not hmac.compare_digest(shown, wanted)):
             self._turn_away(stranger)
         elif len(shown) == len(wanted):
             del self._strangers[stranger.connection.fileno()]
@@ -397,7 +405,7 @@ class Lanes(Reader):
         self, session: str, accepts: Callable[[Any], bool], allocate: Callable[[int], memoryview] = buffers.allocate
     ) -> None:
         super().__init__(accepts, allocate)
-        self._password = transport.password(session)
+        self._hello = hello(session)
         self._epoll = select.epoll()
         self._lanes: dict[tuple[int, int], _Lane] = {}
         self._open: dict[int, _Lane] = {}
@@ -481,7 +489,7 @@ class Lanes(Reader):
                 self._behind[lane] = None
 
     def _connect(self, lane: "_Lane") -> None:
-        self._try(lane, lambda: lane.open(self._password))
+        self._try(lane, lambda: lane.open(self._hello))
         if lane.is_open:
             self._open[lane.descriptor] = lane
 
@@ -600,7 +608,7 @@ class _Lane:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._little = self._scratch[:LITTLE_BYTES]
 
-    def open(self, password: bytes) -> None:
+    def open(self, hello: bytes) -> None:
         """Begin to connect.
 
         Raises:
@@ -613,14 +621,14 @@ class _Lane:
         self._epoll.register(self._socket, _EVENTS[True])
         self.descriptor = self._socket.fileno()
         self.is_open = True
-        self._begin(password)
+        self._begin(hello)
         with contextlib.suppress(BlockingIOError):
             self._socket.connect(address)
 
-    def _begin(self, password: bytes) -> None:
+    def _begin(self, hello: bytes) -> None:
         _prepare(self._socket)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
-        self._outbox = bytearray(password + self._last)
+        self._outbox = bytearray(hello + self._last)
         self._waits_for_room = True
         self._header: Any = None
         self._messages = self._take_apart()

@@ -36,7 +36,7 @@ from rpc_reading_service.stream import Arrival, Parcel
 from rpc_reading_service.transport import DATA_BYTES, Borrowed
 
 SESSION = "0123456789abcdef" * 2
-PASSWORD = transport.password(SESSION)
+HELLO = lanes_module.hello(SESSION)
 PREFIX = struct.Struct("<IQ")
 LONG_S = 20.0
 """Longer than any wait here that ends as it should."""
@@ -172,7 +172,7 @@ def fake() -> Iterator[Fake]:
 def told(fake: Fake) -> Iterator[Client]:
     """A client of the fake worker, connected."""
     with closing(Client(fake.port)) as client:
-        assert fake.accept(client) == PASSWORD
+        assert fake.accept(client) == HELLO
         yield client
 
 
@@ -619,7 +619,7 @@ def test_a_connection_is_made_again_and_the_rest_of_a_message_is_forgotten(cut: 
     assert not told.is_open()
     told.lanes.tend(due)
     assert told.is_open()
-    assert fake.accept(told) == PASSWORD + PREFIX.pack(len(credit(4)), 0) + credit(4)
+    assert fake.accept(told) == HELLO + PREFIX.pack(len(credit(4)), 0) + credit(4)
     fake.send(wire(batch(2, b"z" * 5000)))
     until(lambda: 2 in told.seqs, told)
     assert told.seqs == ([0, 2] if cut > MB else [2])
@@ -736,8 +736,8 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 def test_strangers_are_turned_away_and_told_nothing(ends: tuple[Worker, Client]) -> None:
     worker, client = ends
-    wrong = PASSWORD[:-1] + b"!"
-    shown = [wrong, b"!" * len(PASSWORD), wrong + b"more", b"\0" * 1000]
+    wrong = HELLO[:-1] + b"!"
+    shown = [wrong, b"!" * len(HELLO), HELLO[:16] + b"!" * 64, wrong + b"more", b"\0" * 1000]
     strangers = [dial(worker) for _ in shown]
     for stranger, what in zip(strangers, shown, strict=True):
         stranger.sendall(what)
@@ -751,7 +751,7 @@ def test_strangers_are_turned_away_and_told_nothing(ends: tuple[Worker, Client])
 
 def test_no_stranger_learns_how_much_of_what_it_shows_is_right(worker: Worker) -> None:
     """Or it could find the rest out byte by byte."""
-    shown = [PASSWORD[:5], b"!" * 5, PASSWORD[:-1], b"!" * (len(PASSWORD) - 1)]
+    shown = [HELLO[:5], HELLO[:20], HELLO[:16] + b"!" * 4, HELLO[:-1], HELLO[:16] + b"!" * 63]
     strangers = [dial(worker) for _ in shown]
     for stranger, what in zip(strangers, shown, strict=True):
         stranger.sendall(what)
@@ -768,7 +768,7 @@ def test_who_shows_nothing_is_turned_away_after_a_while(worker: Worker, monkeypa
     with dial(worker) as stranger:
         assert is_readable(worker.raw, LONG_S)
         worker.turn()
-        stranger.send(PASSWORD[:-1])
+        stranger.send(HELLO[:-1])
         assert is_readable(worker.raw, LONG_S)
         now += lanes_module.STRANGER_S
         worker.turn()
@@ -787,17 +787,17 @@ def test_of_too_many_strangers_the_oldest_are_turned_away(worker: Worker, monkey
         until(lambda: all(is_hung_up(each) for each in strangers[:2]), worker)
         assert not any(is_hung_up(each) for each in strangers[2:])
         assert len(worker._strangers) == 3
-        strangers[2].sendall(PASSWORD)
+        strangers[2].sendall(HELLO)
         until(lambda: worker._client is not None, worker)
 
 
 def test_the_client_is_let_in_however_its_password_is_cut(worker: Worker) -> None:
     with dial(worker) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for n, byte in enumerate(PASSWORD + PREFIX.pack(len(credit(1)), 0) + credit(1)):
+        for n, byte in enumerate(HELLO + PREFIX.pack(len(credit(1)), 0) + credit(1)):
             connection.send(bytes([byte]))
             worker.turn()
-            assert n + 1 >= len(PASSWORD) or not worker.send([b"x"])
+            assert n + 1 >= len(HELLO) or not worker.send([b"x"])
         until(lambda: worker.heard == [credit(1)], worker)
 
 
@@ -812,7 +812,7 @@ def test_a_client_that_connects_again_takes_the_place_of_the_old_connection(ends
 
 def test_credit_is_heard_however_it_is_cut(worker: Worker) -> None:
     frames = [credit(n) for n in range(300)]
-    data = PASSWORD + b"".join(PREFIX.pack(len(frame), 0) + frame for frame in frames)
+    data = HELLO + b"".join(PREFIX.pack(len(frame), 0) + frame for frame in frames)
     with dial(worker) as connection:
         for start in range(0, len(data), 777):
             connection.sendall(data[start : start + 777])
@@ -824,9 +824,9 @@ def test_credit_is_heard_however_it_is_cut(worker: Worker) -> None:
 def test_credit_that_broke_off_is_not_continued_by_the_next_connection(worker: Worker) -> None:
     frame = PREFIX.pack(len(credit(1)), 0) + credit(1)
     with dial(worker) as first, dial(worker) as second:
-        first.sendall(PASSWORD + frame[:-1])
+        first.sendall(HELLO + frame[:-1])
         until(lambda: bool(worker._told), worker)
-        second.sendall(PASSWORD + frame)
+        second.sendall(HELLO + frame)
         until(lambda: worker.heard != [], worker)
         assert worker.heard == [credit(1)]
 
@@ -834,7 +834,7 @@ def test_credit_that_broke_off_is_not_continued_by_the_next_connection(worker: W
 @pytest.mark.parametrize("prefix", [PREFIX.pack(5000, 0), PREFIX.pack(5, 1)], ids=["too long", "with a rest"])
 def test_a_client_that_says_something_else_is_hung_up(prefix: bytes, worker: Worker) -> None:
     with dial(worker) as connection:
-        connection.sendall(PASSWORD + PREFIX.pack(2, 0) + b"ok" + prefix + bytes(100))
+        connection.sendall(HELLO + PREFIX.pack(2, 0) + b"ok" + prefix + bytes(100))
         until(lambda: is_hung_up(connection), worker)
         assert worker.heard == [b"ok"]
         assert not worker.send([b"x"])
@@ -977,7 +977,7 @@ def test_a_batch_of_more_buffers_than_are_sent_at_once(count: int, nbytes: int, 
 def test_a_client_that_reads_a_byte_now_and_then_gets_everything_in_order(worker: Worker) -> None:
     stream = [batch(seq, bytes([seq]) * 600_000) for seq in range(10)]
     with dial(worker) as connection:
-        connection.sendall(PASSWORD)
+        connection.sendall(HELLO)
         until(lambda: worker._client is not None, worker)
         for frames in map(packed, stream):
             assert worker.send(frames[0])
@@ -1105,7 +1105,7 @@ def test_a_message_that_ctrl_c_left_in_the_middle_costs_the_connection(
     assert told.whole == []
     assert told.is_quiet
     told.lanes.tend(when_due(told))
-    assert fake.accept(told) == PASSWORD
+    assert fake.accept(told) == HELLO
     fake.send(wire(batch(1, b"y" * size)))
     until(lambda: told.seqs == [1], told)
 
