@@ -270,13 +270,12 @@ class Client:
         return f"in worker process {worker} on {known.address} (pid {known.pid})"
 
     def _wait_for_item(self, epoch: int) -> Any:
-        self._report_consumption()
-
         def arrived() -> bool:
             self._found = self._merge.next() if self._session.epoch == epoch else Signal.EXHAUSTED
             if self._found is Signal.PENDING and self.abandoned():
                 self._found = Signal.EXHAUSTED
             if self._found is Signal.PENDING:
+                self._report_consumption()  # each time: the turn passes on when a shard has ended
                 self._ask_the_silent()
             return self._found is not Signal.PENDING
 
@@ -296,6 +295,7 @@ class Client:
             if now - latest > DATA_SILENCE_S and known.state is protocol.WorkerState.RUNNING:
                 self._asked[worker] = now
                 # It counts from the start: once more does no harm if the last one was lost.
+                self._reported[worker] = self._merge.consumed[worker]
                 self._session.credit(worker, self._reported[worker])
                 self._session.tell(known.address, AskStack(self._options.session, worker, known.attempt))
                 self._waker.wake()

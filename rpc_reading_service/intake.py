@@ -1,4 +1,4 @@
-"""The client's data socket, and whose turn it is to read it.
+"""The client's end of the data channels, lanes or with keys one socket of ZeroMQ's, and whose turn it is to read.
 
 A thread that waits for a batch reads by itself: to be woken by another for each message would take longer than to take
 the message in. As soon as it has what it needs, and trains, the I/O thread reads, so that large batches are taken in
@@ -8,8 +8,8 @@ meanwhile.
     it has a large batch         the I/O thread goes on with the next one at once
     it has gone for ``TURN_S``   the I/O thread reads
 
-Whatever is done with the socket may take the news from the descriptor that is polled. So whoever polls it has read
-before, and whoever does anything else with it in the other's turn wakes him.
+Whatever is done with ZeroMQ's socket may take the news from the descriptor that is polled. So whoever polls it has
+read before, and whoever does anything else with it in the other's turn wakes him.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -104,7 +104,7 @@ class Intake:
     """Every worker's stream comes in here, and what it is told goes out. Safe from any thread.
 
     Args:
-        context: where the socket is opened
+        context: where the socket is opened, with keys
         session, secret: whose; the secret is empty without keys
         accepts: whether a message with this header is wanted
         arrive: told of each message that has been taken in

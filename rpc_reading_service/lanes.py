@@ -181,7 +181,7 @@ class Listener:
         except MemoryError:
             self._lose_client("there is no memory for what it has not read")  # and what is borrowed changes
             raise
-        return True
+        return self._client is not None
 
     def _flush(self) -> None:
         """Send what fits, once: whoever waits for the owner's lock gets his turn."""

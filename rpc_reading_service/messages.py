@@ -23,11 +23,11 @@ addressed to a worker, and what a worker answers, without a look at the payload.
       | -- AskStatus --------------------->   |
       |  <----------------- Status | Refused --
 
-Data channel, worker ROUTER -> client ROUTER, whose routing id only those in the session know: ``[header]`` or
-``[header, body, ...]``, in the order of production, so that the end of a shard and an exception cannot overtake the
-batches before them. Small batches travel together; a large one is cut into ``Chunk`` messages, each of which is
-received straight into its place while the next is under way, and each of which is a sign of life on a slow link.
-``Credit`` goes the other way by the same connection.
+Data channel, from a worker to the client, by a lane, or with keys from ROUTER to ROUTER: ``[header]`` or ``[header,
+body, ...]``, in the order of production, so that the end of a shard and an exception cannot overtake the batches before
+them. Small batches travel together. With keys, a large one is cut into ``Chunk`` messages, each of which is received
+straight into its place while the next is under way, and each of which is a sign of life on a slow link. ``Credit``
+goes the other way by the same connection.
 """
 
 import enum

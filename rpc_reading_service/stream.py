@@ -1,7 +1,8 @@
 """Batches become data messages, and data messages from a socket become batches again.
 
-The two ends of a stream: ``Packer`` in a worker; ``StreamReader`` in the client, and in a worker that a dispatching
-worker feeds. What arrives is received straight into memory of its own.
+The two ends of a stream: ``Packer`` in a worker; ``StreamReader`` in a client with keys, and in a worker that a
+dispatching worker feeds. ``lanes`` has others, for clients without. What arrives is received straight into memory of
+its own.
 """
 
 import itertools

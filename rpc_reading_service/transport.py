@@ -267,7 +267,7 @@ class Lock(NamedTuple):
 
 
 class Password(NamedTuple):
-    """What a session without keys knows its own by (PLAIN): others get no further than the handshake.
+    """What the feeds of a session without keys know their own by (PLAIN): others get no further than the handshake.
 
     It keeps out who cannot see the connection; it is not encrypted, and nothing else is. A connection that broke comes
     back when the gate is answered: not while user code of the worker holds the GIL.

@@ -531,16 +531,25 @@ class ClientOutlet:
     def _send(self) -> bool:
         """Whether anything was sent."""
         sent = False
-        while self._outgoing and self._push.send(self._outgoing[0].frames):
-            self._outgoing.popleft()
+        while self._outgoing:
+            packed = self._outgoing.popleft()  # if it cannot be copied, its memory is going to change
+            if not self._push.send(packed.frames):
+                self._outgoing.appendleft(packed)
+                break
             self._opened = sent = True
-        for packed in list(self._outgoing):  # nobody is there
+        self._keep()
+        return sent
+
+    def _keep(self) -> None:
+        """What nobody is there to take waits, out of reach of user code."""
+        for packed in list(self._outgoing):
             try:
                 packed.frames[:] = map(lanes.keep, packed.frames)
             except MemoryError:
-                self._outgoing.remove(packed)  # its memory is going to change
+                self._outgoing.remove(packed)
+                for parcel in packed.parcels:
+                    self._drop(parcel)
                 raise
-        return sent
 
     def abandon(self) -> None:
         with self._lock:
@@ -598,7 +607,7 @@ class IOThread:
         moved = self._outlet.pump()
         self._credit = self._feed.step(self._credit, time.monotonic())
         ready = self._poller.wait(0.0 if moved else self._feed.patience(self._outlet.patience, time.monotonic()))
-        if not ready.isdisjoint(self._outlet.raw):
+        if not ready or not ready.isdisjoint(self._outlet.raw):  # now and then, too: who is silent has to leave
             self._outlet.hear()
         if self._waker.raw.fileno() in ready:
             self._waker.clear()

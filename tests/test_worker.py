@@ -17,7 +17,7 @@ from rpc_reading_service.protocol import AHEAD_BYTES, Window
 from rpc_reading_service.segments import Segments
 from rpc_reading_service.stream import Packer, Parcel
 from rpc_reading_service.transport import Borrowed, Waker
-from rpc_reading_service.worker import ClientOutlet, Mailbox
+from rpc_reading_service.worker import ClientOutlet, IOThread, Mailbox
 
 SESSION = "0" * 32
 LARGE = bytes(AHEAD_BYTES)
@@ -198,3 +198,36 @@ def test_a_batch_that_waits_for_the_client_and_cannot_be_copied_is_not_sent_late
     with pytest.raises(MemoryError, match="no room to send 100 bytes"):
         outlet.pump()
     assert len(outlet._outgoing) == 1, "the message that tells that the worker is there"
+
+
+class Idle:
+    """What an I/O thread does not need while nothing happens."""
+
+    raw: Any = ()
+    patience: Any = 0.0
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def pump(self) -> bool:
+        return False
+
+    def hear(self) -> None:
+        self.heard += 1
+
+    def step(self, sent: Any, now: float) -> Any:
+        return sent
+
+
+def test_a_data_port_is_heard_now_and_then_though_it_has_no_news() -> None:
+    """Strangers that are silent have to leave, and a port that is deaf for a while has to listen again."""
+    outlet, feed, waker = Idle(), Idle(), Waker()
+    feed.patience = lambda at_most, now: at_most
+    io = IOThread(Idle(), waker, None, None, outlet, feed, None, None)  # type: ignore[arg-type]
+    io._poller.watch(waker.raw)
+    io._step()
+    assert outlet.heard == 1
+    waker.wake()
+    io._step()
+    assert outlet.heard == 1, "it is another that has news"
+    waker.close()
