@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,21 @@ def snapshot(buffer: memoryview) -> memoryview:
         raise MemoryError(f"there is no room to send {buffer.nbytes:,} bytes") from error
     np.frombuffer(copy, dtype=np.uint8)[:] = np.frombuffer(buffer, dtype=np.uint8)
     return copy
+
+
+class Borrowed(NamedTuple):
+    """Memory that user code may reach as soon as it goes on: what has not been sent by then has to be copied."""
+
+    view: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+
+def keep(piece: Any) -> Any:
+    """The piece of a message, or a copy, if user code may reach it."""
+    return snapshot(piece.view) if isinstance(piece, Borrowed) else piece
 
 
 class Owner:

@@ -28,6 +28,7 @@ import msgspec
 import psutil
 
 from rpc_reading_service import buffers, messages, transport
+from rpc_reading_service.buffers import Borrowed
 from rpc_reading_service.errors import StreamError
 from rpc_reading_service.merge import Entry
 from rpc_reading_service.messages import Batches, Chunk, FromWorkerData, Large, Message
@@ -38,7 +39,6 @@ from rpc_reading_service.transport import (
     RECONNECT_MAX_MS,
     RECONNECT_MS,
     UNACKNOWLEDGED_MS,
-    Borrowed,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,6 @@ def hello(session: str) -> bytes:
 
 def _view(piece: Any) -> memoryview:
     return piece.view if isinstance(piece, Borrowed) else memoryview(piece)
-
-
-def keep(piece: Any) -> Any:
-    """The piece of a message, or a copy, if user code may reach it."""
-    return buffers.snapshot(piece.view) if isinstance(piece, Borrowed) else piece
 
 
 class LanePacker(Packer):
@@ -177,7 +172,7 @@ class Listener:
             self._flush()
         try:
             for index in range(max(0, len(self._unsent) - len(frames)), len(self._unsent)):
-                self._unsent[index] = keep(self._unsent[index])
+                self._unsent[index] = buffers.keep(self._unsent[index])
         except MemoryError:
             self._lose_client("there is no memory for what it has not read")  # and what is borrowed changes
             raise

@@ -105,6 +105,15 @@ def weight(sizes: Iterable[int]) -> int:
     return BATCH_OVERHEAD_BYTES + sum(sizes)
 
 
+def _has_room(in_flight: int, in_flight_bytes: int, largest: int, count: int, nbytes: int) -> bool:
+    """Whether one more batch may be in flight, no larger than the largest so far; count and bytes as of ``Window``."""
+    if in_flight_bytes + largest > nbytes:
+        return False
+    if in_flight < count or in_flight_bytes < SMALL_WINDOW_BYTES:
+        return True
+    return in_flight < AHEAD_COUNT and in_flight_bytes < AHEAD_BYTES
+
+
 class Window:
     """Whether a worker may produce one more batch.
 
@@ -129,13 +138,7 @@ class Window:
     @property
     def is_open(self) -> bool:
         in_flight = self.produced - self.consumed
-        if in_flight <= 0:
-            return True
-        if self.in_flight_bytes + self._largest > self.nbytes:
-            return False
-        if in_flight < self.count or self.in_flight_bytes < SMALL_WINDOW_BYTES:
-            return True
-        return in_flight < AHEAD_COUNT and self.in_flight_bytes < AHEAD_BYTES
+        return in_flight <= 0 or _has_room(in_flight, self.in_flight_bytes, self._largest, self.count, self.nbytes)
 
     def produce(self, batch_weight: int) -> None:
         """A batch is on its way."""
@@ -188,11 +191,8 @@ class CreditMeter:
 
         Provided that all that it has sent has been consumed: then its window holds those, none larger than the largest.
         """
-        if not untold:
-            return True
-        nbytes = untold * self._largest
-        is_ahead = nbytes < SMALL_WINDOW_BYTES or (untold < AHEAD_COUNT and nbytes < AHEAD_BYTES)
-        return (untold < self._count_always or is_ahead) and nbytes + self._largest <= self._nbytes
+        at_most = untold * self._largest
+        return not untold or _has_room(untold, at_most, self._largest, self._count_always, self._nbytes)
 
 
 # Which versions fit together.

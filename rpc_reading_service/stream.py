@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from rpc_reading_service import buffers, messages, protocol, segments
+from rpc_reading_service.buffers import Borrowed
 from rpc_reading_service.errors import StreamError
 from rpc_reading_service.merge import Entry
 from rpc_reading_service.messages import (
@@ -24,7 +25,7 @@ from rpc_reading_service.messages import (
     Message,
     Opened,
 )
-from rpc_reading_service.transport import Borrowed, Copied, Piece
+from rpc_reading_service.transport import Copied, Piece
 
 BATCHES_PER_MESSAGE = 1024
 

@@ -931,16 +931,6 @@ class Copied:
             raise MemoryError(f"there is no room to send {self.nbytes:,} bytes") from error
 
 
-class Borrowed(NamedTuple):
-    """Memory that user code may reach as soon as it goes on: what has not been sent by then has to be copied."""
-
-    view: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return self.view.nbytes
-
-
 def _send(socket_: "zmq.Socket[bytes]", frames: Sequence[Piece]) -> bool:
     try:
         socket_.send_multipart(frames, zmq.NOBLOCK, copy=False)

@@ -550,7 +550,7 @@ class ClientOutlet:
         """What nobody is there to take waits, out of reach of user code."""
         for packed in list(self._outgoing):
             try:
-                packed.frames[:] = map(lanes.keep, packed.frames)
+                packed.frames[:] = map(buffers.keep, packed.frames)
             except MemoryError:
                 self._outgoing.remove(packed)
                 for parcel in packed.parcels:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rpc_reading_service import buffers, messages, segments, transport
 from rpc_reading_service import lanes as lanes_module
+from rpc_reading_service.buffers import Borrowed
 from rpc_reading_service.errors import AddressError
 from rpc_reading_service.lanes import LanePacker, Lanes, Listener
 from rpc_reading_service.messages import (
@@ -33,7 +34,7 @@ from rpc_reading_service.messages import (
     ShardError,
 )
 from rpc_reading_service.stream import Arrival, Parcel
-from rpc_reading_service.transport import DATA_BYTES, Borrowed
+from rpc_reading_service.transport import DATA_BYTES
 
 SESSION = "0123456789abcdef" * 2
 HELLO = lanes_module.hello(SESSION)

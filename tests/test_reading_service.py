@@ -562,16 +562,10 @@ def test_pin_memory_pins_the_tensors_of_a_batch(pool: list[str]) -> None:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_whose_turn_comes_while_it_is_waited_has_room(pool: list[str], transport: str) -> None:
     """Its window is full of batches that were consumed, but it has not been told; the first worker ends meanwhile."""
-    pipe = sharded(range(10)).map(last_of_the_first_is_late)
+    pipe = sharded(range(10)).map(functools.partial(full, 600_000))
     options = {"prefetch_bytes": 2 << 20, "num_workers": 2, "transport": transport, "timeout": 20.0}
     with load(pipe, pool, **options) as loader:
         assert [int(batch[0]) for batch in loader] == list(range(10))
-
-
-def last_of_the_first_is_late(element: int) -> torch.Tensor:
-    if element == 8:
-        time.sleep(0.3)
-    return torch.full((150_000,), float(element))
 
 
 # How far the workers run ahead.

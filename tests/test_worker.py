@@ -10,13 +10,13 @@ import pytest
 
 from rpc_reading_service import buffers, messages, protocol, transport
 from rpc_reading_service import worker as worker_module
-from rpc_reading_service.buffers import Logbook
+from rpc_reading_service.buffers import Borrowed, Logbook
 from rpc_reading_service.lanes import LanePacker
 from rpc_reading_service.messages import Batches, Credit, EndOfShard, StartEpoch
 from rpc_reading_service.protocol import AHEAD_BYTES, Window
 from rpc_reading_service.segments import Segments
 from rpc_reading_service.stream import Packer, Parcel
-from rpc_reading_service.transport import Borrowed, Waker
+from rpc_reading_service.transport import Waker
 from rpc_reading_service.worker import ClientOutlet, IOThread, Mailbox
 
 SESSION = "0" * 32
