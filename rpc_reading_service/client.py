@@ -95,6 +95,22 @@ TICK_S = 0.5
 LEAST_TICK_S = 0.02
 
 
+_PENDING, _EXHAUSTED = Signal.PENDING, Signal.EXHAUSTED
+"""For each batch: to look a member up in its class takes as long as ten comparisons."""
+
+
+_this_process = object()
+"""Another one in each fork. To ask the system who one is would take as long as to find the next batch."""
+
+
+def _become_another_process() -> None:
+    global _this_process
+    _this_process = object()
+
+
+os.register_at_fork(after_in_child=_become_another_process)
+
+
 class Client:
     """One session.
 
@@ -118,8 +134,9 @@ class Client:
         self._options = options
         self._warn_after = warn_after
         self._in_order = in_order
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._pid, self._process = os.getpid(), _this_process
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiter: int | None = None  # the thread that is in intake.wait
         self._session = ClientSession(addresses, options, self._progress)
         self._merge = Merge(0, in_order)
@@ -155,11 +172,11 @@ class Client:
             ConnectError, VersionError, SlotsError, AddressError: see ``errors``
             Exception: what the user's modules or ``worker_init_fn`` raised on a worker, as the type it had there
         """
-        with self._changed:
+        with self._lock:
             self._session.open(time.monotonic())
         self._io.start()
         deadline = Deadline(self._options.timeout)
-        with self._changed:
+        with self._lock:
             self._wait(lambda: self._session.ready, deadline, self._opening)
 
     @property
@@ -197,7 +214,7 @@ class Client:
             turn: the shard whose turn it is
         """
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check_usable()
             now = time.monotonic()
             epoch = self._session.start_epoch(seeds, now)
@@ -225,23 +242,25 @@ class Client:
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
-        self._check_process()
-        with self._changed:
-            self._check_open()
-            item = self._merge.next() if epoch == self._session.epoch else Signal.EXHAUSTED
-            if item is Signal.PENDING:
+        if self._process is not _this_process:
+            self._check_process()
+        with self._lock:
+            if self._closed:
+                raise ClosedError(FINALIZED)
+            item: Any = self._merge.next() if epoch == self._session.epoch else _EXHAUSTED
+            if item is _PENDING:
                 item = self._wait_for_item(epoch)
-            if isinstance(item, Signal):
+            if item is _EXHAUSTED:
                 self._end_epoch(epoch)
                 raise StopIteration
             worker, entry = item
             if self.tracks_delivery:
                 self._undelivered.append(worker)
-            due = isinstance(entry, Entry) and self._meters[worker].consume(entry.nbytes)
-            told = due and self._give_credit(worker)
+            is_batch = type(entry) is Entry
+            told = is_batch and self._meters[worker].consume(entry.nbytes) and self._give_credit(worker)
         if told:
             self._send_credit()
-        if isinstance(entry, Entry):
+        if is_batch:
             return codec.decode(entry.header, entry.buffers)
         raise codec.decode_error(entry.payload, self._where(worker))
 
@@ -254,12 +273,12 @@ class Client:
 
     def delivered(self) -> None:
         """With ``tracks_delivery``: a batch has come out at the end of the graph."""
-        with self._changed:
+        with self._lock:
             self._undelivered.popleft()
 
     def position(self) -> tuple[list[int], int]:
         """Batches delivered per shard, and the shard whose turn it is."""
-        with self._changed:
+        with self._lock:
             consumed = self._merge.consumed
             for worker in self._undelivered:
                 consumed[worker] -= 1
@@ -322,7 +341,7 @@ class Client:
         intake = self._io.intake
         if not intake.is_taken:
             return self._waker.wake()
-        with self._changed:
+        with self._lock:
             credits = self._session.take_credits()
         intake.send(credits)
 
@@ -345,7 +364,7 @@ class Client:
         self, kind: type[Pause | Resume | Limit], function: bytes, dispatching: bool, *more: int | None
     ) -> None:
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check_usable()
             request = self._session.request(kind, function, dispatching, time.monotonic(), *more)
             self._waker.wake()
@@ -364,7 +383,7 @@ class Client:
     def statistics(self) -> Statistics:
         """A snapshot; see there. Safe from any thread, also when the session is over."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             now, session = time.monotonic(), self._session
             if not self._closed:
                 session.ask_for_reports(now)
@@ -477,7 +496,7 @@ class Client:
 
     def _check_process(self) -> None:
         """Before the lock is taken: a fork may have copied it while it was held."""
-        if os.getpid() != self._pid:
+        if self._process is not _this_process:
             raise ClosedError(
                 f"this session belongs to process {self._pid}, of which this one ({os.getpid()}) is a fork; create a "
                 "DataLoader2 in the process that reads it"
@@ -504,7 +523,7 @@ class Client:
         """
         if os.getpid() != self._pid or self._closed:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             if not self._io.is_current:
                 self.close_session()
@@ -523,19 +542,19 @@ class Client:
 
     def accepts(self, header: Any) -> bool:
         """Whether a data message is wanted."""
-        with self._changed:
+        with self._lock:
             if header.session != self._options.session:
                 return False
             return isinstance(header, Opened) or self._merge.accepts(header)
 
     def take_in(self, arrival: Arrival) -> None:
         """A data message has been read."""
-        with self._changed:
+        with self._lock:
             self._arrive(arrival, time.monotonic())
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         header = arrival.header
-        if self.failed:
+        if self._error is not None:
             return  # what has arrived is still handed out, and then the error is raised
         if header is None or arrival.error is not None:
             logger.warning("! a data message was dropped: %s", arrival.error)

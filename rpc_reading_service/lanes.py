@@ -21,7 +21,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +30,6 @@ import psutil
 from rpc_reading_service import buffers, messages, transport
 from rpc_reading_service.buffers import Borrowed
 from rpc_reading_service.errors import StreamError
-from rpc_reading_service.merge import Entry
 from rpc_reading_service.messages import Batches, Chunk, FromWorkerData, Large, Message
 from rpc_reading_service.stream import Arrival, Packed, Packer, Parcel, Reader
 from rpc_reading_service.transport import (
@@ -543,20 +542,16 @@ class Lanes(Reader):
 
     def finish(self, incoming: "_Incoming") -> Arrival:
         """A message of which all has come."""
-        header, body = incoming.header, incoming.body
+        header = incoming.header
         if not isinstance(header, Batches):
-            return Arrival(header, body=bytes(body))
-        try:
-            return Arrival(header, self._entries_of(incoming))
-        except StreamError as error:
-            return Arrival(header, error=error)
-
-    def _entries_of(self, incoming: "_Incoming") -> list[Entry]:
+            return Arrival(header, body=bytes(incoming.body))
         body: Any = incoming.body
         # A slice of bytes is nothing that the garbage collector need look at; a view's is, but not copied.
         body = bytes(body) if len(body) < TOGETHER_BYTES else memoryview(body)
-        parts = iter(incoming.parts)
-        return self._entries(incoming.header, body, lambda _: next(parts))
+        try:
+            return Arrival(header, self._entries(header, body, iter(incoming.parts)))
+        except StreamError as error:
+            return Arrival(header, error=error)
 
     def _mark(self, header: Any, rest: int) -> "_Incoming":
         """The end of a shard, or whatever else is no batch."""
@@ -565,7 +560,7 @@ class Lanes(Reader):
         return _Incoming(header, bytearray(rest))
 
 
-class _Incoming(NamedTuple):
+class _Incoming(msgspec.Struct, frozen=True):
     """A message on its way."""
 
     header: Any
@@ -574,8 +569,8 @@ class _Incoming(NamedTuple):
 
     @property
     def places(self) -> list[memoryview]:
-        """What is to be filled, in this order."""
-        return [place for place in (memoryview(self.body), *self.parts) if place.nbytes]
+        """What is to be filled; the first is the last."""
+        return [place for place in (*self.parts[::-1], memoryview(self.body)) if place.nbytes]
 
 
 class _Lane:
@@ -601,7 +596,6 @@ class _Lane:
         self._last = b""
         self._where = transport.split_address(endpoint)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._little = self._scratch[:LITTLE_BYTES]
 
     def open(self, hello: bytes) -> None:
         """Begin to connect.
@@ -625,10 +619,15 @@ class _Lane:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
         self._outbox = bytearray(hello + self._last)
         self._waits_for_room = True
-        self._header: Any = None
-        self._messages = self._take_apart()
-        self._place = next(self._messages)
         self._low = self._high = 0
+        """What has been received in advance lies between them in the scratch."""
+        self._incoming: _Incoming | None = None
+        self._places: list[memoryview] = []
+        self._needed = _PREFIX.size
+        """Bytes of the next message that have to be there for a start."""
+        self._waste = 0
+        """Bytes to come that nobody wants."""
+        self._is_behind = False
         self._is_large = True
         self.is_drained = False
         """Whether nothing can be received before the epoll says so; to try costs more than to wait."""
@@ -640,13 +639,22 @@ class _Lane:
     # What comes in.
 
     @property
+    def wanted(self) -> int:
+        """Bytes of the current message's body and buffers that have not come yet."""
+        return sum(map(len, self._places))
+
+    @property
     def has_more(self) -> bool:
         """Whether something has been received that ``receive`` has not looked at, or it was left in the middle."""
-        return self.is_open and (self._low < self._high or self._is_amid)
+        return self.is_open and (self._is_behind or self._is_amid)
 
     def is_slow(self, now: float) -> bool:
         """Whether a batch is on its way, and nothing has been told of it for a while."""
-        return self._header is not None and now >= self._looked_at + PROGRESS_S
+        return self._awaits_batches and now >= self._looked_at + PROGRESS_S
+
+    @property
+    def _awaits_batches(self) -> bool:
+        return self._incoming is not None and isinstance(self._incoming.header, Batches)
 
     def receive(self) -> Arrival | None:
         """The next message, or that a large one is on its way; None if nothing more has come.
@@ -664,84 +672,125 @@ class _Lane:
 
     def _advance(self) -> Arrival | None:
         left = READ_BYTES
-        while left > 0:
-            wanted = len(self._place)
-            if self._low < self._high:
-                nbytes = min(wanted, self._high - self._low)
-                self._place[:nbytes] = self._scratch[self._low : self._low + nbytes]
-                self._low += nbytes
-            elif self.is_drained:
-                break
-            else:
-                nbytes = self._fill(self._place if wanted >= LITTLE_BYTES else self._room)
-                left -= nbytes
-                if wanted < LITTLE_BYTES:
-                    self._low, self._high = 0, nbytes
-                    continue
-            if nbytes < wanted:
-                self._place = self._place[nbytes:]
-                continue
-            step = next(self._messages)
-            if isinstance(step, Arrival):
-                self._place = next(self._messages)
-                self._wake_for(1)
-                self.is_drained |= self._low == self._high
-                self._patience = RECONNECT_MS / 1000 if step.error is None else self._patience
-                return step
-            self._place = step
-        return self._rest()
+        while (arrival := self._go_on()) is None:
+            if self.is_drained or left <= 0:
+                self._is_behind = False
+                return self._rest()
+            left -= self._fill()
+        if self._least > 1:
+            self._wake_for(1)
+        self._is_behind = self._low < self._high
+        self.is_drained |= not self._is_behind
+        if arrival.error is None:
+            self._patience = RECONNECT_MS / 1000
+        return arrival
 
-    @property
-    def _room(self) -> memoryview:
-        """Where what is little is received."""
-        return self._little if self._is_large else self._scratch
+    def _go_on(self) -> Arrival | None:
+        """The next message, if all of it has been received; or an error in its place."""
+        while self._incoming is None:
+            if self._waste:
+                self._skip()
+            head = None if self._waste else self._take_head()
+            if head is None:
+                return None
+            error = self._begin_message(*head)
+            if error is not None:
+                return error
+        self._pour()
+        if self._places:
+            return None
+        incoming, self._incoming = self._incoming, None
+        return self._lanes.finish(incoming)
 
-    def _fill(self, place: memoryview) -> int:
-        """Bytes received; none if nothing has come."""
+    def _skip(self) -> None:
+        nbytes = min(self._waste, self._high - self._low)
+        self._low += nbytes
+        self._waste -= nbytes
+
+    def _take_head(self) -> tuple[bytes, int] | None:
+        """The header of the next message, which comes whole into the scratch, and how many bytes follow on it."""
+        if self._high - self._low < _PREFIX.size:
+            return None
+        nbytes, rest = _PREFIX.unpack_from(self._scratch, self._low)
+        if not 0 < nbytes <= DATA_BYTES:
+            raise StreamError(f"{self.endpoint} sent something that is no message of ours")
+        self._needed = _PREFIX.size + nbytes
+        end = self._low + self._needed
+        if end > self._high:
+            return None
+        frame = bytes(self._scratch[self._low + _PREFIX.size : end])
+        self._low, self._needed = end, _PREFIX.size
+        return frame, rest
+
+    def _begin_message(self, frame: bytes, rest: int) -> Arrival | None:
+        incoming = self._lanes.begin(frame, rest)
+        if isinstance(incoming, _Incoming):
+            self._incoming, self._places = incoming, incoming.places
+            self._is_large = len(frame) + rest > SCRATCH_BYTES
+            return None
+        self._waste = rest
+        return incoming
+
+    def _pour(self) -> None:
+        """From the scratch into the message's places."""
+        while self._places and self._low < self._high:
+            place = self._places[-1]
+            nbytes = min(len(place), self._high - self._low)
+            place[:nbytes] = self._scratch[self._low : self._low + nbytes]
+            self._low += nbytes
+            self._filled(nbytes)
+
+    def _filled(self, nbytes: int) -> int:
+        """So many bytes have come; returns those that did not belong into the message's places."""
+        while self._places and nbytes >= len(self._places[-1]):
+            nbytes -= len(self._places.pop())
+        if self._places and nbytes:
+            self._places[-1] = self._places[-1][nbytes:]
+            return 0
+        return nbytes
+
+    def _fill(self) -> int:
+        """Receive, into the places first; bytes received, none if nothing has come."""
+        wanted = self._places[: -FRAMES_AT_ONCE - 1 : -1]
+        if len(wanted) < FRAMES_AT_ONCE:
+            wanted.append(self._room())
         try:
-            nbytes = self._socket.recv_into(place)
+            nbytes, *_ = self._socket.recvmsg_into(wanted)
         except BlockingIOError:
             self.is_drained = True
             return 0
         if not nbytes:
             raise EOFError
-        self.is_drained = nbytes < len(place)
+        self.is_drained = nbytes < sum(map(len, wanted))
         self._has_come = True
+        self._high += self._filled(nbytes)
         return nbytes
+
+    def _room(self) -> memoryview:
+        """Where the next head is received, and as much of what follows as is worth a copy."""
+        if self._low == self._high:
+            self._low = self._high = 0
+        if self._low + self._needed > len(self._scratch):
+            begun = bytes(self._scratch[self._low : self._high])
+            if self._needed > len(self._scratch):
+                self._scratch = memoryview(bytearray(self._needed))
+            self._scratch[: len(begun)] = begun
+            self._low, self._high = 0, len(begun)
+        end = max(self._low + self._needed, LITTLE_BYTES) if self._is_large else len(self._scratch)
+        return self._scratch[self._high : end]
 
     def _rest(self) -> Arrival | None:
         """More is to come."""
-        wanted = len(self._place)
+        wanted = self.wanted
         self._wake_for(min(wanted, ATTENTION_BYTES) if wanted >= TOGETHER_BYTES else 1)
-        if self._header is None:
+        if not self._awaits_batches:
             return None
         now = self._looked_at = time.monotonic()
         if not self._has_come or now < self._told_at + PROGRESS_S:
             return None
         self._told_at, self._has_come = now, False
-        return Arrival(self._header)
-
-    def _take_apart(self) -> Generator[Any, None, None]:
-        """Place after place that is to be filled, and what has come then."""
-        prefix = bytearray(_PREFIX.size)
-        while True:
-            yield memoryview(prefix)
-            nbytes, rest = _PREFIX.unpack(prefix)
-            if not 0 < nbytes <= DATA_BYTES:
-                raise StreamError(f"{self.endpoint} sent something that is no message of ours")
-            self._is_large = nbytes + rest > SCRATCH_BYTES
-            frame = bytearray(nbytes)
-            yield memoryview(frame)
-            incoming = self._lanes.begin(bytes(frame), rest)
-            if isinstance(incoming, _Incoming):
-                self._header = incoming.header if isinstance(incoming.header, Batches) else None
-                yield from incoming.places
-                self._header = None
-                yield self._lanes.finish(incoming)
-                continue
-            if incoming is not None:
-                yield incoming
-            yield from _waste(rest)
+        assert self._incoming is not None
+        return Arrival(self._incoming.header)
 
     def _wake_for(self, nbytes: int) -> None:
         """Not before so much has come."""
@@ -781,13 +830,5 @@ class _Lane:
 
     def close(self) -> None:
         self.is_open = False
-        self._messages.close()
+        self._incoming, self._places = None, []
         _close(self._socket, self._epoll)
-
-
-def _waste(nbytes: int) -> Iterator[memoryview]:
-    """Places for so many bytes that nobody wants."""
-    place = memoryview(bytearray(min(nbytes, TOGETHER_BYTES)))
-    while nbytes > 0:
-        yield place[:nbytes]
-        nbytes -= len(place)

@@ -11,14 +11,16 @@ dropped; what repeats a number is dropped; a number that is missing is an error,
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 from rpc_reading_service.errors import StreamError
 from rpc_reading_service.messages import Data, EndOfShard, ShardError
 
 
-class Entry(NamedTuple):
-    """One batch as it came from the wire, not decoded yet."""
+class Entry(msgspec.Struct, frozen=True):
+    """One batch as it came from the wire, not decoded yet; a Struct, as there is one for each and it is made in C."""
 
     header: Any
     """Codec header: bytes-like."""
@@ -28,7 +30,7 @@ class Entry(NamedTuple):
     """What it counts for in the window: ``protocol.weight`` of its parts."""
 
 
-class Failure(NamedTuple):
+class Failure(msgspec.Struct, frozen=True):
     """The shard's user code raised, after every batch before it."""
 
     payload: bytes
@@ -152,20 +154,19 @@ class Merge:
             return worker
         shard = self._shards[worker]
         item = shard.waiting.popleft()
-        shard.consumed += isinstance(item, Entry)
+        shard.consumed += type(item) is Entry
         return worker, item
 
     def _due(self) -> int | Signal:
         """Round robin: shards that have ended are passed over, one that is late is waited for."""
         for _ in range(self.num_workers):
-            shard = self._shards[self.turn]
-            if shard.waiting:
-                worker = self.turn
-                self.turn = (worker + 1) % self.num_workers
-                return worker
-            if not shard.ended:
+            worker = self.turn
+            shard = self._shards[worker]
+            if not shard.waiting and not shard.ended:
                 return Signal.PENDING
-            self.turn = (self.turn + 1) % self.num_workers
+            self.turn = (worker + 1) % self.num_workers
+            if shard.waiting:
+                return worker
         return Signal.EXHAUSTED
 
     def _first_arrival(self) -> int | Signal:

@@ -2,12 +2,12 @@
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-SOLE_BYTES = 1 << 20
+SOLE_BYTES = 64 << 10
 """A smaller tensor is copied sooner than it is found out whose it is."""
 
 _CAN_TELL = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
@@ -20,20 +20,23 @@ def sole(holder: list[Any]) -> set[int]:
     Args:
         holder: holds the batch, and nobody else does
     """
+    found: set[int] = set()
     try:
-        return set(_search(holder)) if _CAN_TELL else set()
+        if _CAN_TELL:
+            _search(holder, found)
     except RecursionError:  # so deep that only the encoder may say whether it is too deep
         return set()
+    return found
 
 
-def _search(container: Any) -> Iterator[int]:
+def _search(container: Any, found: set[int]) -> None:
     for item in _items(container):
         if sys.getrefcount(item) != _REFERENCES:
             continue
         if type(item) is not torch.Tensor:
-            yield from _search(item)
+            _search(item, found)
         elif _owns_its_memory(item):
-            yield item.data_ptr()
+            found.add(item.data_ptr())
 
 
 def _items(container: Any) -> Iterable[Any]:

@@ -30,8 +30,13 @@ SMALL_WINDOW_BYTES = 256 << 10
 
 AHEAD_COUNT = 16
 AHEAD_BYTES = 8 << 20
-"""So many batches may be in flight while they are not more bytes than that: an end that sleeps between two of them, and
-is woken for each, takes longer to wake than to move 344 KB."""
+"""For each batch that is always allowed so many may be in flight, while they are not more bytes than that. An end that
+sleeps between two of 344 KB, and is woken for each, takes longer to wake than to move them. One that has been woken may
+wait for a core, some milliseconds, until the scheduler looks: enough is in flight for the other to go on meanwhile."""
+
+CREDIT_COUNT = 8
+CREDIT_BYTES = 4 << 20
+"""What the client tells a worker of at once: little enough for the window to stay open."""
 
 BATCH_OVERHEAD_BYTES = 64
 """What a batch counts for beside its bytes: Python objects of an empty one."""
@@ -107,11 +112,13 @@ def weight(sizes: Iterable[int]) -> int:
 
 def _has_room(in_flight: int, in_flight_bytes: int, largest: int, count: int, nbytes: int) -> bool:
     """Whether one more batch may be in flight, no larger than the largest so far; count and bytes as of ``Window``."""
+    if in_flight <= 0:
+        return True
     if in_flight_bytes + largest > nbytes:
         return False
     if in_flight < count or in_flight_bytes < SMALL_WINDOW_BYTES:
         return True
-    return in_flight < AHEAD_COUNT and in_flight_bytes < AHEAD_BYTES
+    return in_flight < AHEAD_COUNT * count and in_flight_bytes < AHEAD_BYTES * count
 
 
 class Window:
@@ -134,28 +141,34 @@ class Window:
         self.in_flight_bytes = 0
         self._weights: deque[int] = deque()  # of the last batches produced; those before a replay are not known
         self._largest = 0
+        self.is_open = self._has_room()
+        """Known, not asked: it is looked at more often than it changes."""
 
-    @property
-    def is_open(self) -> bool:
+    def _has_room(self) -> bool:
         in_flight = self.produced - self.consumed
-        return in_flight <= 0 or _has_room(in_flight, self.in_flight_bytes, self._largest, self.count, self.nbytes)
+        return _has_room(in_flight, self.in_flight_bytes, self._largest, self.count, self.nbytes)
 
     def produce(self, batch_weight: int) -> None:
         """A batch is on its way."""
         self._weights.append(batch_weight)
-        self._largest = max(self._largest, batch_weight)
+        if batch_weight > self._largest:
+            self._largest = batch_weight
         self.in_flight_bytes += batch_weight
         self.produced += 1
+        self.is_open = self._has_room()
 
     def credit(self, consumed: int) -> None:
         """The training loop has consumed so many in all; older news changes nothing."""
         self.consumed = max(self.consumed, min(consumed, self.produced))
         while len(self._weights) > self.produced - self.consumed:
             self.in_flight_bytes -= self._weights.popleft()
+        self.is_open = self._has_room()
 
 
 class CreditMeter:
-    """When the client should tell a worker what was consumed: a quarter of a window of small batches, half of others.
+    """When the client should tell a worker what was consumed.
+
+    A quarter of a window of small batches; of others ``CREDIT_COUNT``, or half of what may be in flight.
 
     Args:
         nbytes: the worker's share of ``prefetch_bytes``
@@ -167,8 +180,8 @@ class CreditMeter:
         self._count_always = count
         self._least_bytes = min(SMALL_WINDOW_BYTES, nbytes) // 4
         self._least_count = max(1, count // 2)
-        self._due_bytes = min(AHEAD_BYTES, nbytes) // 2
-        self._due_count = max(AHEAD_COUNT // 2, self._least_count)
+        self._due_bytes = min(CREDIT_BYTES, nbytes // 2)
+        self._due_count = max(CREDIT_COUNT, self._least_count)
         self._largest = 0
         self._since = 0
         self._count = 0
@@ -192,7 +205,7 @@ class CreditMeter:
         Provided that all that it has sent has been consumed: then its window holds those, none larger than the largest.
         """
         at_most = untold * self._largest
-        return not untold or _has_room(untold, at_most, self._largest, self._count_always, self._nbytes)
+        return _has_room(untold, at_most, self._largest, self._count_always, self._nbytes)
 
 
 # Which versions fit together.

@@ -1,5 +1,6 @@
 """``RPCReadingService``: torchdata's calls turned into the client's."""
 
+import itertools
 import os
 import secrets
 import socket
@@ -154,8 +155,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             machine; None takes the addresses in ``RPC_READING_WORKERS``, and if there are none starts
             one worker per core on this machine
         num_workers: number of shards; by default all slots that the daemons have free
-        worker_prefetch_cnt: batches per worker that may be in flight or waiting; smaller ones may be more, 16 while
-            they are less than 8 MiB, and as many as are 256 KiB
+        worker_prefetch_cnt: batches per worker that may be in flight or waiting; smaller ones may be more, 16 times as
+            many while they are less than 8 MiB times that, and as many as are 256 KiB
         in_order: round robin over the shards, always the same; otherwise whoever is ready first
         on_worker_loss: ``"recover"`` runs the lost shard again elsewhere, without what has arrived already; ``"raise"``
             raises ``WorkerLostError``; ``"drop"`` goes on without the rest of the shard, with a warning
@@ -457,13 +458,8 @@ class _Source(IterDataPipe[Any]):
 
     def batches(self) -> Iterator[Any]:
         """As ``iter``, without what torch wraps around that of every DataPipe."""
-        client, pin, epoch = self.client, self.pin, self.client.epoch
-        while True:
-            try:
-                batch = client.next(epoch)
-            except StopIteration:
-                return
-            yield batch if pin is None else pin(batch)
+        batches = map(self.client.next, itertools.repeat(self.client.epoch))
+        return batches if self.pin is None else map(self.pin, batches)
 
     def __len__(self) -> int:
         raise TypeError(
@@ -472,28 +468,14 @@ class _Source(IterDataPipe[Any]):
         )
 
 
-class _End(IterDataPipe[Any]):
-    """The end of the graph in the training process: counts what the training loop gets.
+class _Delivery:
+    """What ``_End`` iterates over; not a DataPipe, around whose ``__iter__`` torch wraps another generator."""
 
-    Args:
-        datapipe: what stays in the training process
-        one_for_one: whether it passes the workers' batches on one for one; if not, a saved epoch can only go on by
-            running it again from its start, with the first elements suppressed
-    """
-
-    def __init__(self, datapipe: DataPipe, client: Client, one_for_one: bool) -> None:
-        self.datapipe = datapipe
-        self.ended = False
-        self._client = client
-        self._one_for_one = one_for_one
-        self._delivered = 0
-        self._skip = 0
-
-    def begin(self, skip: int) -> None:
-        """An epoch begins; so many elements at its start are suppressed."""
-        self.ended = False
-        self._delivered = 0
-        self._skip = skip
+    datapipe: DataPipe
+    ended = False
+    _client: Client
+    _delivered = 0
+    _skip = 0
 
     def __iter__(self) -> Iterator[Any]:
         delivered = self._client.delivered if self._client.tracks_delivery else None
@@ -504,6 +486,27 @@ class _End(IterDataPipe[Any]):
             if self._delivered > self._skip:
                 yield element
         self.ended = True
+
+
+class _End(_Delivery, IterDataPipe[Any]):
+    """The end of the graph in the training process: counts what the training loop gets.
+
+    Args:
+        datapipe: what stays in the training process
+        one_for_one: whether it passes the workers' batches on one for one; if not, a saved epoch can only go on by
+            running it again from its start, with the first elements suppressed
+    """
+
+    def __init__(self, datapipe: DataPipe, client: Client, one_for_one: bool) -> None:
+        self.datapipe = datapipe
+        self._client = client
+        self._one_for_one = one_for_one
+
+    def begin(self, skip: int) -> None:
+        """An epoch begins; so many elements at its start are suppressed."""
+        self.ended = False
+        self._delivered = 0
+        self._skip = skip
 
     def position(self) -> tuple[list[int], int, int]:
         """Batches consumed per shard, whose turn it is, and elements to suppress."""

@@ -4,6 +4,7 @@ Blocks come in size classes, four to each doubling, so that batches of nearly on
 a block, which is never touched, stays unused.
 """
 
+import functools
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
@@ -13,6 +14,7 @@ LEAST_BYTES = 64 << 10
 T = TypeVar("T")
 
 
+@functools.lru_cache(maxsize=1024)
 def size_class(nbytes: int) -> int:
     """The smallest class that holds so many bytes: 4, 5, 6 or 7 times a power of two, in whole pages."""
     if nbytes <= LEAST_BYTES:
@@ -50,7 +52,7 @@ class Shelf(Generic[T]):
         self._classes.setdefault(size, []).append(block)
         self._classes.move_to_end(size)
         self.nbytes += size
-        return self.shrink(self.limit)
+        return self.shrink(self.limit) if self.nbytes > self.limit else []
 
     def shrink(self, limit: int) -> list[T]:
         """The blocks that have to go for no more than ``limit`` bytes to be left, which are on it no more."""

@@ -23,6 +23,7 @@ budget is spent, because the user keeps what he gets or memory is short, batches
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -263,9 +264,9 @@ class Segments:
         return spots
 
     def _copies(self, parts: Sequence[memoryview], shared: bool, sole: Container[int]) -> Sequence[Any]:
-        offsets, nbytes = _layout(parts)
-        self.copied += nbytes
-        segment = self._take(recycling.size_class(nbytes)) if shared and nbytes >= recycling.LEAST_BYTES else None
+        self.copied += sum([part.nbytes for part in parts])
+        offsets, nbytes = _layout(parts) if shared else ((), 0)
+        segment = self._take(recycling.size_class(nbytes)) if nbytes >= recycling.LEAST_BYTES else None
         if segment is None:
             return [part if sole and _address(part) in sole else self._copy(part) for part in parts]
         target = np.frombuffer(segment.memory, np.uint8)
@@ -304,7 +305,7 @@ class Segments:
             self._holds += 1
             hold = segment.hold = self._holds
             self._held[segment.slot] = segment
-        return segment.owner.lend(lambda: self._dropped.append((segment, hold)))
+        return segment.owner.lend(lambda _: self._dropped.append((segment, hold)))
 
     def _take(self, size: int) -> _Segment | None:
         with self._lock:
@@ -359,10 +360,12 @@ class Segments:
 
 
 def _address(part: memoryview) -> int:
-    return int(np.frombuffer(part, np.uint8).__array_interface__["data"][0])
+    if part.readonly:  # ctypes does not show that; numpy does, in five times as long
+        return int(np.frombuffer(part, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))
 
 
-def _layout(parts: Sequence[memoryview]) -> tuple[list[int], int]:
+def _layout(parts: Sequence[memoryview]) -> tuple[Sequence[int], int]:
     """Where each buffer begins, and how many bytes they take in all."""
     offsets, end = [], 0
     for part in parts:
@@ -463,9 +466,9 @@ class Attachment:
         with self._lock:
             owner = self._owner(place)
             self._lent[place.slot] = place.use
-            return owner.lend(lambda: self._returned(place.slot))
+            return owner.lend(functools.partial(self._returned, place.slot))
 
-    def _returned(self, slot: int) -> None:
+    def _returned(self, slot: int, _: object) -> None:
         """In any thread, at any time; in a fork nothing is ours to give back."""
         use = self._lent.pop(slot, 0)
         if self._mine:

@@ -7,7 +7,7 @@ its own.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ BATCHES_PER_MESSAGE = 1024
 # The sending end.
 
 
-class Parcel(NamedTuple):
+class Parcel(msgspec.Struct):
     """Something for the client, in the order of production."""
 
     epoch: int
@@ -42,23 +42,24 @@ class Parcel(NamedTuple):
     """Batches for a batch, EndOfShard or ShardError for what ends the shard."""
     header: bytes = b""
     buffers: "Sequence[memoryview | Borrowed | Copied | segments.Lent]" = ()
+    sizes: list[int] = []
+    """Bytes of the header, and of each buffer."""
+
+    def __post_init__(self) -> None:
+        self.sizes = [len(self.header), *[buffer.nbytes for buffer in self.buffers]]
 
     @property
-    def sizes(self) -> list[int]:
-        return [len(self.header), *(buffer.nbytes for buffer in self.buffers)]
-
-    @property
-    def travelling(self) -> list[memoryview | Borrowed | Copied]:
+    def travelling(self) -> Sequence[memoryview | Borrowed | Copied]:
         """The buffers that do not lie in shared memory."""
-        return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)]
+        return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)] if self.buffers else ()
 
     @property
     def is_borrowed(self) -> bool:
         """Whether it cannot wait."""
-        return any(isinstance(buffer, Borrowed) for buffer in self.buffers)
+        return Borrowed in map(type, self.buffers)
 
 
-class Packed(NamedTuple):
+class Packed(msgspec.Struct, frozen=True):
     """A message, ready to be sent."""
 
     frames: list[Piece]
@@ -85,7 +86,9 @@ class Packer:
         together: list[Parcel] = []
         room = CHUNK_BYTES
         for parcel in parcels:
-            nbytes = len(parcel.header) + sum([buffer.nbytes for buffer in parcel.travelling])
+            nbytes = len(parcel.header)
+            if parcel.buffers:
+                nbytes += sum([buffer.nbytes for buffer in parcel.travelling])
             small = parcel.kind is Batches and nbytes <= CHUNK_BYTES
             if together and (not small or nbytes > room or len(together) == BATCHES_PER_MESSAGE):
                 yield self._batches(together)
@@ -109,7 +112,7 @@ class Packer:
         places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
         header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
         body = parcels[0].header if len(parcels) == 1 else b"".join([parcel.header for parcel in parcels])
-        frames = [buffer for parcel in parcels for buffer in parcel.travelling]
+        frames = [buffer for buffer in all_buffers if not isinstance(buffer, segments.Lent)]
         return Packed(self._message(header, body, frames), parcels)
 
     def _message(self, header: Message, body: bytes | None = None, frames: Sequence[Any] = ()) -> list[Piece]:
@@ -150,7 +153,7 @@ class Receiver(Protocol):
     def skip(self) -> None: ...
 
 
-class Arrival(NamedTuple):
+class Arrival(msgspec.Struct, frozen=True):
     """One data message, taken in."""
 
     header: Data | None
@@ -193,25 +196,27 @@ class Reader:
         """The worker is gone; whatever is still looked at stays mapped."""
         self._attachments.pop((worker, attempt), None)
 
-    def _entries(self, header: Batches, body: Any, fetch: Callable[[int], Any]) -> list[Entry]:
+    def _entries(self, header: Batches, body: Any, travelling: Iterator[Any]) -> list[Entry]:
         """The batches of one message.
 
         Args:
             body: their codec headers
-            fetch: gives the next buffer that does not lie in shared memory, by its size
+            travelling: the buffers that do not lie in shared memory
         """
         entries, start = [], 0
-        lent, numbers = self._look(header), itertools.count()
+        lent, numbers = self._look(header) if header.places else {}, itertools.count()
         for header_size, *sizes in header.sizes:
-            parts = [lent[n] if (n := next(numbers)) in lent else fetch(size) for size in sizes] if sizes else ()
-            nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size + sum(sizes)
-            entries.append(Entry(body[start : start + header_size], parts, nbytes))
-            start += header_size
+            end = start + header_size
+            parts: Sequence[Any] = ()
+            nbytes = protocol.BATCH_OVERHEAD_BYTES + header_size
+            if sizes:
+                nbytes += sum(sizes)
+                parts = [lent[n] if (n := next(numbers)) in lent else next(travelling) for _ in sizes]
+            entries.append(Entry(body[start:end], parts, nbytes))
+            start = end
         return entries
 
     def _look(self, header: Batches) -> dict[int, memoryview]:
-        if not header.places:
-            return {}
         attachment = self._attachments.get((header.worker, header.attempt))
         if attachment is None:
             raise StreamError(f"worker {header.worker}: a buffer lies in shared memory that was not agreed upon")
@@ -294,7 +299,9 @@ class StreamReader(Reader):
         body = self._receiver.receive_frame()  # whose slices, unlike a view's, the garbage collector need not look at
         if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != len(body):
             raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
-        return self._entries(header, body, lambda size: self._buffer(header, size))
+        sizes = [size for sizes in header.sizes for size in sizes[1:]]
+        travelling = [size for number, size in enumerate(sizes) if number not in header.places]
+        return self._entries(header, body, (self._buffer(header, size) for size in travelling))
 
     def _assembly(self, header: Large) -> buffers.Assembly:
         try:

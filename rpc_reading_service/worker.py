@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from rpc_reading_service import (
     buffers,
@@ -132,12 +133,14 @@ class Mailbox:
         self._logbook = logbook
         self._awaited = Phase.CREDIT
         self._credit: Credit | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._commands: deque[tuple[Any, bytes | None]] = deque()
         self._parcels: list[Parcel] = []
         self._gathered = 0
         self._put_at = self._gathers_since = 0.0
         self.gathers = False
+        self._starves = False
         self._epoch = 0
 
     # For the main thread.
@@ -147,9 +150,9 @@ class Mailbox:
 
         A replay is not bounded by the window: what it suppresses is not in flight.
         """
-        with self._changed:
+        with self._lock:
             while not self._commands:
-                if producing and (replaying or self._has_room()):
+                if producing and (replaying or (self._window.is_open and not self._starves) or self._has_room()):
                     return None
                 self._rest(producing)
             return self._commands.popleft()
@@ -163,22 +166,21 @@ class Mailbox:
             self._put_at = time.monotonic()  # it is the graph that is quick or slow
 
     def _has_room(self) -> bool:
-        if not self._look_for_room():
-            self._board.starving = True  # and once more: the client may have looked before it was said
+        if not self._window.is_open and not self._look_for_room():
+            self._board.starving = self._starves = True  # and once more: the client may have looked before it was said
             if not self._look_for_room():
                 return False
-        if self._board.starving:
-            self._board.starving = False
+        if self._starves:
+            self._board.starving = self._starves = False
         return True
 
     def _look_for_room(self) -> bool:
-        if not self._window.is_open:
-            self._window.credit(self._board.consumed(self._epoch))
+        self._window.credit(self._board.consumed(self._epoch))
         return self._window.is_open
 
     def put(self, parcel: Parcel) -> bool:
         """Leave a parcel that is to be sent; whether it is time for that."""
-        with self._changed:
+        with self._lock:
             if parcel.epoch != self._epoch:
                 self._drop(parcel)  # the next epoch's command came meanwhile
                 return False
@@ -207,7 +209,7 @@ class Mailbox:
 
     def collect(self) -> list[Parcel]:
         """Everything that waits to be sent."""
-        with self._changed:
+        with self._lock:
             parcels, self._parcels = self._parcels, []
             self._gathered = 0
             if not parcels and time.monotonic() - self._put_at > SETTLED_S:
@@ -218,7 +220,7 @@ class Mailbox:
 
     def command(self, message: Any, payload: bytes | None) -> None:
         """A command for the main thread; the window follows at once."""
-        with self._changed:
+        with self._lock:
             match message:
                 case Credit():
                     self._credit = message
@@ -273,6 +275,8 @@ class Runner:
     ) -> None:
         self._limit = limit
         self._sends_from_place = sends_from_place
+        self._sends_large = False
+        """Whether it matters who else holds a large tensor: it is sent, and not put into shared memory."""
         self._last_nbytes = 0
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
@@ -341,6 +345,7 @@ class Runner:
         self._change(protocol.WorkerEvent.BEGIN)
         self._epoch, self._seq, self._skip = message.epoch, message.skip, message.skip
         self._ended = False
+        self._sends_large = self._sends_from_place and self._memory is not None and not self._memory.accepted
         self._logbook.ask(_GRAPH, time.monotonic())
         # The old iterator ends first: a thread of its own would go on drawing from the generators seeded next.
         self._iterator = None
@@ -354,9 +359,10 @@ class Runner:
         """One step of the graph: a batch, its end, or its exception."""
         assert self._iterator is not None
         self.busy_since = now = time.monotonic()
-        self._logbook.ask(_REPLAY if self._skip else _GRAPH, now)
-        if not self._skip:
-            self._logbook.at(self._seq)
+        if self._skip:
+            self._logbook.ask(_REPLAY, now)
+        else:
+            self._logbook.ask(_GRAPH, now, self._seq)
         try:
             holder = [next(self._iterator)]
         except StopIteration:
@@ -376,39 +382,31 @@ class Runner:
             self._logbook.replayed()
             return
         self._logbook.enter(_ENCODING, time.monotonic())
-        sole = self._sole(holder)
+        asks = self._sends_large and self._last_nbytes >= ownership.SOLE_BYTES  # which takes 3 us: not after small ones
+        sole = ownership.sole(holder) if asks else ()
         try:
             encoded = self._encoder.encode(holder.pop())
         except BaseException as error:  # a batch's own reducers may raise anything, too
             return self._fail(error)
-        # They are let go of when they are placed.
-        nbytes = self._last_nbytes = encoded.nbytes if encoded.buffers else len(encoded.header)
         try:
-            self._put(Parcel(self._epoch, self._seq, Batches, encoded.header, self._copies(encoded, sole)))
+            # They are let go of when they are placed.
+            copies = self._copies(encoded, sole) if encoded.buffers else ()
+            parcel = Parcel(self._epoch, self._seq, Batches, encoded.header, copies)
+            self._put(parcel)
         except (BufferError, MemoryError) as error:
             return self._fail(error)
         self._seq += 1
-        self._logbook.produced(nbytes)
-
-    def _sole(self, holder: list[Any]) -> Container[int]:
-        """What need not be copied, if it can be sent from where it is.
-
-        To ask takes 3 us: of a batch that follows on small ones it is not asked.
-        """
-        if self._last_nbytes < ownership.SOLE_BYTES or not self._sends_from_place:
-            return ()
-        return ownership.sole(holder) if self._memory is not None and not self._memory.accepted else ()
+        self._last_nbytes = sum(parcel.sizes)
+        self._logbook.produced(self._last_nbytes)
 
     def _copies(self, encoded: codec.Encoded, sole: Container[int]) -> Sequence[Any]:
         """User code can reach the batch's memory as soon as it goes on."""
-        if not encoded.buffers:
-            return ()
         if self._memory is None:
             return [transport.Copied(buffer) for buffer in encoded.buffers]
         return self._memory.place(encoded.buffers, len(encoded.header) <= CHUNK_BYTES, sole)
 
     def _put(self, parcel: Parcel) -> None:
-        if self._mailbox.put(parcel) or parcel.is_borrowed:
+        if self._mailbox.put(parcel) or (parcel.buffers and parcel.is_borrowed):
             self._send()
 
     def _fail(self, error: BaseException) -> None:
@@ -442,12 +440,12 @@ class DispatchRunner(Runner):
         if parcel.kind is not Batches:
             for worker in range(workers):
                 if parcel.kind is EndOfShard or worker != turn:
-                    self._mailbox.put(worker, _for_worker(parcel._replace(kind=EndOfShard), worker, workers))
+                    self._mailbox.put(worker, _for_worker(replace(parcel, kind=EndOfShard), worker, workers))
 
 
 def _for_worker(parcel: Parcel, worker: int, workers: int) -> Parcel:
     """The parcel, numbered within the stream of the worker that it is dealt to."""
-    return parcel._replace(seq=(parcel.seq - worker + workers - 1) // workers)
+    return replace(parcel, seq=(parcel.seq - worker + workers - 1) // workers)
 
 
 class Reply:
@@ -543,7 +541,8 @@ class ClientOutlet:
                 self._outgoing.appendleft(packed)
                 break
             self._opened = sent = True
-        self._keep()
+        if self._outgoing:
+            self._keep()
         return sent
 
     def _keep(self) -> None:

@@ -189,7 +189,7 @@ class Fed:
         self.feed.read(epoch)
 
     def arrive(self, *parcels: Parcel) -> None:
-        for frames, _ in self.packer.pack(parcels):
+        for frames in [packed.frames for packed in self.packer.pack(parcels)]:
             self.wire.send(0, frames)
         self.sent = self.feed.step(self.sent, NOW)
 

@@ -318,7 +318,7 @@ def test_small_pieces_leave_as_one_and_large_ones_from_where_they_are() -> None:
 def test_only_of_a_batch_it_is_told_that_it_is_on_its_way(kind: type[Data], fake: Fake, told: Client) -> None:
     data = wire(Parcel(1, 3, kind, b"t" * 100_000))
     fake.send(data[:1000])
-    until(lambda: 12 < len(told.lanes._lanes[0, 0]._place) < 100_000, told)
+    until(lambda: 0 < told.lanes._lanes[0, 0].wanted < 100_000, told)
     assert told.arrived == []
     fake.send(data[1000:])
     until(lambda: told.arrived != [], told)
@@ -335,9 +335,9 @@ def test_a_slow_batch_tells_that_it_is_on_its_way_once_a_while(
     until_turned(told, lambda: len(told.arrived) == 1)
     for part in range(1, 4):
         clock[0] += 0.4
-        before = len(lane._place)
+        before = lane.wanted
         fake.send(data[part * 200_000 : (part + 1) * 200_000] if part > 1 else data[200:400_000])
-        until_turned(told, lambda before=before: len(lane._place) < before)  # type: ignore[misc]
+        until_turned(told, lambda before=before: lane.wanted < before)  # type: ignore[misc]
     assert [each.entries for each in told.arrived] == [(), ()]
     assert [each.header.seq for each in told.arrived if each.header] == [7, 7]
 
@@ -348,11 +348,11 @@ def test_what_comes_too_slowly_to_wake_anybody_is_read_now_and_then(
     data = wire(batch(7, b"x" * 3 * MB))
     fake.send(data[:200_000])
     lane = told.lanes._lanes[0, 0]
-    until_turned(told, lambda: len(lane._place) == len(data) - 200_000)
-    before = len(lane._place)
+    until_turned(told, lambda: lane.wanted == len(data) - 200_000)
+    before = lane.wanted
     fake.send(data[200_000:200_100])
     deadline = transport.Deadline(LONG_S)
-    while len(lane._place) == before:
+    while lane.wanted == before:
         assert not deadline.expired
         told.lanes.tend(math.inf)
         assert not told.lanes.drained
@@ -363,7 +363,7 @@ def test_of_a_batch_of_which_nothing_more_comes_nothing_is_told(fake: Fake, told
     data = wire(batch(7, b"x" * 3 * MB))
     fake.send(data[:200_000])
     lane = told.lanes._lanes[0, 0]
-    until_turned(told, lambda: len(lane._place) == len(data) - 200_000)
+    until_turned(told, lambda: lane.wanted == len(data) - 200_000)
     lane._told_at = -math.inf
     lane._has_come = False
     told.arrived.clear()
@@ -426,17 +426,33 @@ def test_shared_memory_of_what_is_not_wanted_is_given_back(fake: Fake) -> None:
         assert memory.board.returned(lent.segment.slot) == lent.use
 
 
+@pytest.mark.parametrize("count", [999, 1000, 1001, 40_000])
+def test_any_number_of_buffers_comes_as_it_was_sent(count: int, fake: Fake, told: Client) -> None:
+    """More than one call of the system fills; of the most even the header is larger than what is received at once."""
+    buffers = [index.to_bytes(3, "little") for index in range(count)]
+    data = memoryview(wire(Parcel(1, 0, Batches, b"many", list(map(memoryview, buffers)))) + wire(batch(1, b"next")))
+    step = max(1, len(data) // 7)
+    for start in range(0, len(data), step):
+        fake.send(data[start : start + step])
+        told.turn()
+    until(lambda: told.seqs == [0, 1], told)
+    first, second = [entry for arrival in told.whole for entry in arrival.entries]
+    assert [bytes(each) for each in first.buffers] == buffers
+    assert [bytes(each) for each in second.buffers] == [b"next"]
+    assert told.is_quiet
+
+
 def test_skipping_leaves_the_other_connections_their_turn(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast small messages come that nobody wants."""
     monkeypatch.setattr(lanes_module, "READ_BYTES", 10_000)
     with closing(Client(fake.port, accepts=lambda header: header.seq > 0)) as client:
         fake.accept(client)
-        data = wire(batch(0, b"x" * 100)) * 200 + wire(batch(1))
+        data = wire(batch(0, b"x" * 100)) * 500 + wire(batch(1))
         fake.send(data)
         until(lambda: waiting(client) == len(data))
         client.turn()
         assert waiting(client) >= len(data) - 10_000 - lanes_module.SCRATCH_BYTES
-        assert not client.lanes.drained
+        assert not client.lanes.drained or is_readable(client.raw, 0.0)
         until(lambda: client.seqs == [1], client)
 
 
@@ -546,7 +562,7 @@ def test_announced_codec_headers_take_no_memory_before_they_come(fake: Fake, tol
     announced = 1 << 30
     resident = memory_in_use()
     fake.send(message(batches([[announced]]), nbytes=announced))
-    until(lambda: told.lanes._lanes[0, 0]._header is not None, told)
+    until(lambda: told.lanes._lanes[0, 0]._incoming is not None, told)
     assert memory_in_use() - resident < announced // 4
 
 
@@ -706,7 +722,8 @@ def test_a_worker_can_be_left_in_any_state(fake: Fake, free_port: int) -> None:
 
 def test_a_worker_left_in_the_middle_of_a_message_says_no_more(fake: Fake, told: Client) -> None:
     fake.send(wire(batch(0, b"x" * 5000), batch(1, b"y" * 5000)) + wire(batch(2))[:10])
-    until(lambda: told.lanes._lanes[0, 0]._low > 0, told)
+    lane = told.lanes._lanes[0, 0]
+    until(lambda: lane._high - lane._low == 10, told)
     told.arrived.clear()
     told.lanes.disconnect(0, 0)
     told.turn()
@@ -1087,12 +1104,12 @@ def test_a_message_that_ctrl_c_left_in_the_middle_costs_the_connection(
     """Even if no byte more comes by it, nobody waits for the rest."""
     fill, calls = lanes_module._Lane._fill, []
 
-    def interrupted(lane: Any, place: memoryview) -> int:
-        nbytes = fill(lane, place) if whole else 0
+    def interrupted(lane: Any) -> int:
+        nbytes = fill(lane) if whole else 0
         calls.append(nbytes)
         if len(calls) == 2 or size == 100:
             raise KeyboardInterrupt
-        return nbytes or fill(lane, place)
+        return nbytes or fill(lane)
 
     fake.send(wire(batch(0, b"x" * size)))
     until(lambda: waiting(told) > size)

@@ -80,6 +80,7 @@ from rpc_reading_service.protocol import (
     AHEAD_BYTES,
     AHEAD_COUNT,
     BATCH_OVERHEAD_BYTES,
+    CREDIT_COUNT,
     SMALL_WINDOW_BYTES,
     TRANSITIONS,
     CreditMeter,
@@ -175,8 +176,8 @@ def test_the_window_is_open_within_its_bound_only(count: int, nbytes: int, scrip
             window.credit(window.consumed + 1)
         elif each is not None and window.is_open:
             assert not flying or sum(flying) + largest <= nbytes
-            is_small = sum(flying) < SMALL_WINDOW_BYTES or (len(flying) < AHEAD_COUNT and sum(flying) < AHEAD_BYTES)
-            assert len(flying) < count or is_small
+            is_middling = len(flying) < AHEAD_COUNT * count and sum(flying) < AHEAD_BYTES * count
+            assert len(flying) < count or sum(flying) < SMALL_WINDOW_BYTES or is_middling
             flying.append(each)
             window.produce(each)
             largest = max(largest, each)
@@ -189,7 +190,7 @@ def test_count_batches_may_always_be_in_flight() -> None:
     window = Window(3, 100 << 20)
     for _ in range(3):
         assert window.is_open
-        window.produce(AHEAD_BYTES)
+        window.produce(3 * AHEAD_BYTES)
     assert not window.is_open
 
 
@@ -197,11 +198,11 @@ def test_of_middling_batches_more_may_be_in_flight() -> None:
     window = Window(3, 100 << 20)
     while window.is_open:
         window.produce(344 << 10)
-    assert window.produced == AHEAD_COUNT
+    assert window.produced == 3 * AHEAD_COUNT
     window = Window(3, 100 << 20)
     while window.is_open:
         window.produce(1 << 20)
-    assert window.in_flight_bytes == AHEAD_BYTES
+    assert window.in_flight_bytes == 3 * AHEAD_BYTES
 
 
 def test_but_no_more_bytes_than_the_budget() -> None:
@@ -289,9 +290,9 @@ def test_the_worker_is_told_after_half_of_a_smaller_budget() -> None:
     assert [meter.consume(each) for each in (199, 1, 200, 50)] == [False, True, True, False]
 
 
-def test_the_worker_is_told_of_half_its_middling_batches_at_once() -> None:
-    meter, half = CreditMeter(1 << 30, count=4), AHEAD_COUNT // 2
-    assert [meter.consume(344 << 10) for _ in range(2 * half)] == [*[False] * (half - 1), True] * 2
+def test_the_worker_is_told_of_some_middling_batches_at_once() -> None:
+    meter = CreditMeter(1 << 30, count=4)
+    assert [meter.consume(344 << 10) for _ in range(2 * CREDIT_COUNT)] == [*[False] * (CREDIT_COUNT - 1), True] * 2
 
 
 def test_the_worker_is_told_of_half_its_large_batches_at_once() -> None:

@@ -20,7 +20,7 @@ from rpc_reading_service.transport import Waker
 from rpc_reading_service.worker import ClientOutlet, IOThread, Mailbox
 
 SESSION = "0" * 32
-LARGE = bytes(AHEAD_BYTES)
+LARGE = bytes(2 * AHEAD_BYTES)
 MANY = 1 << 20
 
 
