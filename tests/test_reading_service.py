@@ -571,7 +571,7 @@ def test_whose_turn_comes_while_it_is_waited_has_room(pool: list[str], transport
 # How far the workers run ahead.
 
 WINDOWS = {
-    "by number": (5_000_000, {"worker_prefetch_cnt": 4}, range(4, 5)),
+    "by number": (9_000_000, {"worker_prefetch_cnt": 4}, range(4, 5)),
     "by number, large batches": (10_000_000, {"worker_prefetch_cnt": 2}, range(2, 3)),
     "middling ones by number": (100_000, {"worker_prefetch_cnt": 1}, range(16, 17)),
     "middling ones by bytes": (1_000_000, {"worker_prefetch_cnt": 1}, range(9, 10)),
