@@ -48,10 +48,10 @@ _PREFIX = struct.Struct("<IQ")
 """Before each message: bytes of its header, and of everything after that."""
 
 LITTLE_BYTES = 4096
-"""What is less is received together with what follows, and copied; what is more, straight into its place."""
+"""Received together with the rest of a large message: what follows on it begins with a header."""
 
 SCRATCH_BYTES = 64 << 10
-"""What is received together, as long as messages are no larger; then, only ``LITTLE_BYTES``."""
+"""What is received together, and copied, as long as messages are no larger; then, only ``LITTLE_BYTES``."""
 
 READ_BYTES = 8 << 20
 """Of one connection, before the others get their turn."""
