@@ -728,7 +728,7 @@ class _Lane:
             self._incoming, self._places = incoming, incoming.places
             self._is_large = len(frame) + rest > SCRATCH_BYTES
             return None
-        self._waste = rest
+        self._waste, self._is_large = rest, False
         return incoming
 
     def _pour(self) -> None:

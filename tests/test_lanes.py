@@ -409,6 +409,23 @@ def test_what_is_not_wanted_is_skipped_whatever_its_size(fake: Fake) -> None:
         assert contents(client.arrived) == [(Batches, 10, b"", [(b"header", b"wanted")])]
 
 
+def test_what_is_not_wanted_takes_few_calls_whatever_came_before(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a large batch only little is received together with what follows; here nothing follows."""
+    fill, received = lanes_module._Lane._fill, []
+    monkeypatch.setattr(lanes_module._Lane, "_fill", lambda lane: received.append(fill(lane)) or received[-1])
+    with closing(Client(fake.port, accepts=lambda header: header.seq != 1)) as client:
+        fake.accept(client)
+        fake.send(wire(batch(0, b"x" * MB)))
+        until(lambda: client.seqs == [0], client)
+        received.clear()
+        data = wire(batch(1, b"x" * MB))
+        fake.send(data)
+        until(lambda: waiting(client) == len(data))
+        client.turn()
+        assert sum(received) == len(data)
+        assert len(received) <= 2 * len(data) // lanes_module.SCRATCH_BYTES
+
+
 def peak_since(before: tracemalloc.Snapshot) -> int:
     return sum(max(0, each.size_diff) for each in tracemalloc.take_snapshot().compare_to(before, "filename"))
 
