@@ -34,6 +34,10 @@ AHEAD_BYTES = 8 << 20
 sleeps between two of 344 KB, and is woken for each, takes longer to wake than to move them. One that has been woken may
 wait for a core, some milliseconds, until the scheduler looks: enough is in flight for the other to go on meanwhile."""
 
+AHEAD_AT_MOST = 128
+"""However many are always allowed: each takes a segment of shared memory, of which a worker has twice as many
+(``segments.Board.SLOTS``), for the user keeps some, too. What finds none goes by TCP."""
+
 CREDIT_COUNT = 8
 CREDIT_BYTES = 4 << 20
 """What the client tells a worker of at once: little enough for the window to stay open."""
@@ -118,7 +122,7 @@ def _has_room(in_flight: int, in_flight_bytes: int, largest: int, count: int, nb
         return False
     if in_flight < count or in_flight_bytes < SMALL_WINDOW_BYTES:
         return True
-    return in_flight < AHEAD_COUNT * count and in_flight_bytes < AHEAD_BYTES * count
+    return in_flight < min(AHEAD_COUNT * count, AHEAD_AT_MOST) and in_flight_bytes < AHEAD_BYTES * count
 
 
 class Window:

@@ -156,7 +156,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
             one worker per core on this machine
         num_workers: number of shards; by default all slots that the daemons have free
         worker_prefetch_cnt: batches per worker that may be in flight or waiting; smaller ones may be more, 16 times as
-            many while they are less than 8 MiB times that, and as many as are 256 KiB
+            many, at most 128, while they are less than 8 MiB times this number, and as many as are 256 KiB
         in_order: round robin over the shards, always the same; otherwise whoever is ready first
         on_worker_loss: ``"recover"`` runs the lost shard again elsewhere, without what has arrived already; ``"raise"``
             raises ``WorkerLostError``; ``"drop"`` goes on without the rest of the shard, with a warning

@@ -77,6 +77,7 @@ from rpc_reading_service.messages import (
 )
 from rpc_reading_service.pool import Pool, deal
 from rpc_reading_service.protocol import (
+    AHEAD_AT_MOST,
     AHEAD_BYTES,
     AHEAD_COUNT,
     BATCH_OVERHEAD_BYTES,
@@ -92,6 +93,7 @@ from rpc_reading_service.protocol import (
     incompatible,
     weight,
 )
+from rpc_reading_service.segments import Board
 from rpc_reading_service.session import (
     ASK_NAMES_S,
     DROPPED_S,
@@ -203,6 +205,15 @@ def test_of_middling_batches_more_may_be_in_flight() -> None:
     while window.is_open:
         window.produce(1 << 20)
     assert window.in_flight_bytes == 3 * AHEAD_BYTES
+
+
+@pytest.mark.parametrize(("count", "produced"), [(8, 128), (16, 128), (100, 128), (200, 200)])
+def test_but_no_more_than_leave_segments_for_what_the_user_keeps(count: int, produced: int) -> None:
+    window = Window(count, 1 << 30)
+    while window.is_open:
+        window.produce(100 << 10)
+    assert window.produced == produced
+    assert 2 * AHEAD_AT_MOST <= Board.SLOTS
 
 
 def test_but_no_more_bytes_than_the_budget() -> None:
