@@ -96,7 +96,7 @@ LEAST_TICK_S = 0.02
 
 
 _PENDING, _EXHAUSTED = Signal.PENDING, Signal.EXHAUSTED
-"""For each batch: to look a member up in its class takes as long as ten comparisons."""
+"""For each batch: to look a member up in its class takes 0.3 us."""
 
 
 _this_process = object()
@@ -242,11 +242,11 @@ class Client:
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
-        if self._process is not _this_process:
+        if self._process is not _this_process:  # asked twice, as a call takes longer than that
             self._check_process()
         with self._lock:
             if self._closed:
-                raise ClosedError(FINALIZED)
+                self._check_open()
             item: Any = self._merge.next() if epoch == self._session.epoch else _EXHAUSTED
             if item is _PENDING:
                 item = self._wait_for_item(epoch)

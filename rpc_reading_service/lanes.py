@@ -31,7 +31,7 @@ from rpc_reading_service import buffers, messages, transport
 from rpc_reading_service.buffers import Borrowed
 from rpc_reading_service.errors import StreamError
 from rpc_reading_service.messages import Batches, Chunk, FromWorkerData, Large, Message
-from rpc_reading_service.stream import Arrival, Packed, Packer, Parcel, Reader
+from rpc_reading_service.stream import Arrival, Packed, Packer, Parcel, Reader, travelling_sizes
 from rpc_reading_service.transport import (
     DATA_BYTES,
     KEEPALIVE,
@@ -529,8 +529,7 @@ class Lanes(Reader):
     def _batches(self, header: Batches, rest: int) -> "_Incoming":
         if not all(header.sizes):
             raise StreamError(f"worker {header.worker}: a batch has no codec header")
-        sizes = [size for sizes in header.sizes for size in sizes[1:]]
-        travelling = [size for number, size in enumerate(sizes) if number not in header.places]
+        travelling = travelling_sizes(header)
         body = rest - sum(travelling)
         if body != sum([sizes[0] for sizes in header.sizes]):
             raise StreamError(f"worker {header.worker}: what follows has not the size that was announced")
@@ -569,7 +568,7 @@ class _Incoming(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> list[memoryview]:
-        """What is to be filled; the first is the last."""
+        """What is to be filled, the last place first: the next one is popped."""
         return [place for place in (*self.parts[::-1], memoryview(self.body)) if place.nbytes]
 
 
@@ -628,7 +627,9 @@ class _Lane:
         self._waste = 0
         """Bytes to come that nobody wants."""
         self._is_behind = False
+        """Whether the scratch holds something that ``receive`` has not looked at."""
         self._is_large = True
+        """The message is larger than the scratch: little is received in advance."""
         self.is_drained = False
         """Whether nothing can be received before the epoll says so; to try costs more than to wait."""
         self._least = 1
@@ -776,7 +777,7 @@ class _Lane:
                 self._scratch = memoryview(bytearray(self._needed))
             self._scratch[: len(begun)] = begun
             self._low, self._high = 0, len(begun)
-        end = max(self._low + self._needed, LITTLE_BYTES) if self._is_large else len(self._scratch)
+        end = max(self._low + self._needed, LITTLE_BYTES if self._is_large else SCRATCH_BYTES)
         return self._scratch[self._high : end]
 
     def _rest(self) -> Arrival | None:

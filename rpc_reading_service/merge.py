@@ -20,7 +20,7 @@ from rpc_reading_service.messages import Data, EndOfShard, ShardError
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One batch as it came from the wire, not decoded yet; a Struct, as there is one for each and it is made in C."""
+    """One batch as it came from the wire, not decoded yet. A Struct is made in C: there is one for each batch."""
 
     header: Any
     """Codec header: bytes-like."""

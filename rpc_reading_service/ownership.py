@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 SOLE_BYTES = 64 << 10
-"""A smaller tensor is copied sooner than it is found out whose it is."""
+"""A smaller tensor is copied sooner than it is found out whose it is; ``lanes.TOGETHER_BYTES`` is that, too."""
 
 _CAN_TELL = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 """How torch's own CUDA graph trees count who holds a tensor. Where torch cannot, all tensors count as shared."""

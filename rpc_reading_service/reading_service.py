@@ -459,7 +459,7 @@ class _Source(IterDataPipe[Any]):
     def batches(self) -> Iterator[Any]:
         """As ``iter``, without what torch wraps around that of every DataPipe."""
         batches = map(self.client.next, itertools.repeat(self.client.epoch))
-        return batches if self.pin is None else map(self.pin, batches)
+        return batches if self.pin is None else (self.pin(batch) for batch in batches)
 
     def __len__(self) -> int:
         raise TypeError(
@@ -469,7 +469,7 @@ class _Source(IterDataPipe[Any]):
 
 
 class _Delivery:
-    """What ``_End`` iterates over; not a DataPipe, around whose ``__iter__`` torch wraps another generator."""
+    """How ``_End`` is iterated over; apart, since torch wraps the ``__iter__`` that a DataPipe's own class defines."""
 
     datapipe: DataPipe
     ended = False

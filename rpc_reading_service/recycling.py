@@ -14,7 +14,7 @@ LEAST_BYTES = 64 << 10
 T = TypeVar("T")
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # batches of one stream have few sizes, and each is asked for
 def size_class(nbytes: int) -> int:
     """The smallest class that holds so many bytes: 4, 5, 6 or 7 times a power of two, in whole pages."""
     if nbytes <= LEAST_BYTES:

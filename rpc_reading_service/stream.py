@@ -43,7 +43,7 @@ class Parcel(msgspec.Struct):
     header: bytes = b""
     buffers: "Sequence[memoryview | Borrowed | Copied | segments.Lent]" = ()
     sizes: list[int] = []
-    """Bytes of the header, and of each buffer."""
+    """Bytes of the header, and of each buffer; set here, whatever was given, since they are asked for several times."""
 
     def __post_init__(self) -> None:
         self.sizes = [len(self.header), *[buffer.nbytes for buffer in self.buffers]]
@@ -59,7 +59,7 @@ class Parcel(msgspec.Struct):
         return Borrowed in map(type, self.buffers)
 
 
-class Packed(msgspec.Struct, frozen=True):
+class Packed(msgspec.Struct):
     """A message, ready to be sent."""
 
     frames: list[Piece]
@@ -171,6 +171,12 @@ class Arrival(msgspec.Struct, frozen=True):
         if not self.entries or self.entries[0].nbytes <= CHUNK_BYTES:
             return False
         return not (isinstance(self.header, Batches) and self.header.places)
+
+
+def travelling_sizes(header: Batches) -> list[int]:
+    """Of the buffers that do not lie in shared memory."""
+    sizes = [size for sizes in header.sizes for size in sizes[1:]]
+    return [size for number, size in enumerate(sizes) if number not in header.places]
 
 
 class Reader:
@@ -299,9 +305,7 @@ class StreamReader(Reader):
         body = self._receiver.receive_frame()  # whose slices, unlike a view's, the garbage collector need not look at
         if not all(header.sizes) or sum(sizes[0] for sizes in header.sizes) != len(body):
             raise StreamError(f"worker {header.worker}: the body has not the size that was announced")
-        sizes = [size for sizes in header.sizes for size in sizes[1:]]
-        travelling = [size for number, size in enumerate(sizes) if number not in header.places]
-        return self._entries(header, body, (self._buffer(header, size) for size in travelling))
+        return self._entries(header, body, (self._buffer(header, size) for size in travelling_sizes(header)))
 
     def _assembly(self, header: Large) -> buffers.Assembly:
         try:

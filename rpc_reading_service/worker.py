@@ -141,6 +141,7 @@ class Mailbox:
         self._put_at = self._gathers_since = 0.0
         self.gathers = False
         self._starves = False
+        """What the board was told last: to look there takes longer."""
         self._epoch = 0
 
     # For the main thread.
@@ -275,8 +276,8 @@ class Runner:
     ) -> None:
         self._limit = limit
         self._sends_from_place = sends_from_place
-        self._sends_large = False
-        """Whether it matters who else holds a large tensor: it is sent, and not put into shared memory."""
+        self._asks_who_holds = False
+        """Whether it matters, in this epoch: what is put into shared memory is copied in any case."""
         self._last_nbytes = 0
         self.state = protocol.WorkerState.STARTING
         self.busy_since: float | None = None
@@ -345,7 +346,7 @@ class Runner:
         self._change(protocol.WorkerEvent.BEGIN)
         self._epoch, self._seq, self._skip = message.epoch, message.skip, message.skip
         self._ended = False
-        self._sends_large = self._sends_from_place and self._memory is not None and not self._memory.accepted
+        self._asks_who_holds = self._sends_from_place and self._memory is not None and not self._memory.accepted
         self._logbook.ask(_GRAPH, time.monotonic())
         # The old iterator ends first: a thread of its own would go on drawing from the generators seeded next.
         self._iterator = None
@@ -382,7 +383,8 @@ class Runner:
             self._logbook.replayed()
             return
         self._logbook.enter(_ENCODING, time.monotonic())
-        asks = self._sends_large and self._last_nbytes >= ownership.SOLE_BYTES  # which takes 3 us: not after small ones
+        # To ask takes 3 us: not after small ones.
+        asks = self._asks_who_holds and self._last_nbytes >= ownership.SOLE_BYTES
         sole = ownership.sole(holder) if asks else ()
         try:
             encoded = self._encoder.encode(holder.pop())

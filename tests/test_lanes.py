@@ -412,7 +412,12 @@ def test_what_is_not_wanted_is_skipped_whatever_its_size(fake: Fake) -> None:
 def test_what_is_not_wanted_takes_few_calls_whatever_came_before(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a large batch only little is received together with what follows; here nothing follows."""
     fill, received = lanes_module._Lane._fill, []
-    monkeypatch.setattr(lanes_module._Lane, "_fill", lambda lane: received.append(fill(lane)) or received[-1])
+
+    def counted(lane: Any) -> int:
+        received.append(fill(lane))
+        return received[-1]
+
+    monkeypatch.setattr(lanes_module._Lane, "_fill", counted)
     with closing(Client(fake.port, accepts=lambda header: header.seq != 1)) as client:
         fake.accept(client)
         fake.send(wire(batch(0, b"x" * MB)))
