@@ -160,8 +160,7 @@ class Pool:
         block = block or Block(size)
         self._lent.add(block)
         buffer = block.owner.lend(functools.partial(self._take_back, block))
-        if self._returned:
-            self._put_away()
+        self._put_away()
         return buffer[:nbytes]
 
     def _take_back(self, block: Block, _: object) -> None:

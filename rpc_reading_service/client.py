@@ -242,11 +242,9 @@ class Client:
             Exception: what user code raised in a worker
             WorkerLostError, WorkerTimeoutError, ClosedError: see ``errors``
         """
-        if self._process is not _this_process:  # asked twice, as a call takes longer than that
-            self._check_process()
+        self._check_process()
         with self._lock:
-            if self._closed:
-                self._check_open()
+            self._check_open()
             item: Any = self._merge.next() if epoch == self._session.epoch else _EXHAUSTED
             if item is _PENDING:
                 item = self._wait_for_item(epoch)
@@ -554,7 +552,7 @@ class Client:
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         header = arrival.header
-        if self._error is not None:
+        if self.failed:
             return  # what has arrived is still handed out, and then the error is raised
         if header is None or arrival.error is not None:
             logger.warning("! a data message was dropped: %s", arrival.error)

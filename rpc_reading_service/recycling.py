@@ -52,7 +52,7 @@ class Shelf(Generic[T]):
         self._classes.setdefault(size, []).append(block)
         self._classes.move_to_end(size)
         self.nbytes += size
-        return self.shrink(self.limit) if self.nbytes > self.limit else []
+        return self.shrink(self.limit)
 
     def shrink(self, limit: int) -> list[T]:
         """The blocks that have to go for no more than ``limit`` bytes to be left, which are on it no more."""

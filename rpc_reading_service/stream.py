@@ -49,9 +49,9 @@ class Parcel(msgspec.Struct):
         self.sizes = [len(self.header), *[buffer.nbytes for buffer in self.buffers]]
 
     @property
-    def travelling(self) -> Sequence[memoryview | Borrowed | Copied]:
+    def travelling(self) -> list[memoryview | Borrowed | Copied]:
         """The buffers that do not lie in shared memory."""
-        return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)] if self.buffers else ()
+        return [buffer for buffer in self.buffers if not isinstance(buffer, segments.Lent)]
 
     @property
     def is_borrowed(self) -> bool:

@@ -140,8 +140,6 @@ class Mailbox:
         self._gathered = 0
         self._put_at = self._gathers_since = 0.0
         self.gathers = False
-        self._starves = False
-        """What the board was told last: to look there takes longer."""
         self._epoch = 0
 
     # For the main thread.
@@ -153,7 +151,7 @@ class Mailbox:
         """
         with self._lock:
             while not self._commands:
-                if producing and (replaying or (self._window.is_open and not self._starves) or self._has_room()):
+                if producing and (replaying or self._has_room()):
                     return None
                 self._rest(producing)
             return self._commands.popleft()
@@ -168,11 +166,11 @@ class Mailbox:
 
     def _has_room(self) -> bool:
         if not self._window.is_open and not self._look_for_room():
-            self._board.starving = self._starves = True  # and once more: the client may have looked before it was said
+            self._board.starving = True  # and once more: the client may have looked before it was said
             if not self._look_for_room():
                 return False
-        if self._starves:
-            self._board.starving = self._starves = False
+        if self._board.starving:
+            self._board.starving = False
         return True
 
     def _look_for_room(self) -> bool:
