@@ -9,7 +9,8 @@ where it is, and received where it is to be: one copy less at either end, and no
     Lanes.send      ====== sizes; header ========================> Listener.receive_all
 
 A connection that breaks is made again by the client. What was on its way then is lost, which the numbers of the batches
-tell. A ``Lanes`` or a ``Listener`` is used by one thread at a time, under its owner's lock.
+tell: on each further connection the worker begins with the next one, whether it has a batch of that number or not. A
+``Lanes`` or a ``Listener`` is used by one thread at a time, under its owner's lock.
 """
 
 import contextlib
@@ -135,6 +136,8 @@ class Listener:
         self._hello = hello(session)
         self._socket = _listen(host, ports)
         self.port = int(self._socket.getsockname()[1])
+        self.connections = 0
+        """How often the client has come. What the last one had not read is lost when it comes again."""
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._strangers: dict[int, _Stranger] = {}
@@ -283,6 +286,7 @@ class Listener:
             self._lose_client("it has connected again")
             _prepare(stranger.connection)
             self._client = stranger.connection
+            self.connections += 1
 
     def _expire(self, now: float) -> None:
         if self._deaf_until and now >= self._deaf_until:

@@ -81,6 +81,10 @@ class Packer:
         """The first message of all."""
         return Packed(self._message(Opened(*self._stream, 0, 0)))
 
+    def nothing_before(self, epoch: int, seq: int) -> Packed:
+        """No batch: says that all before this number have been sent, so that a gap shows though nothing else comes."""
+        return Packed(self._message(Batches(*self._stream, epoch, seq, [], {}), b""))
+
     def pack(self, parcels: Sequence[Parcel]) -> Iterator[Packed]:
         """The messages for these parcels, in order."""
         together: list[Parcel] = []

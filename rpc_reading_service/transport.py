@@ -952,6 +952,8 @@ class Push:
 
     tells_once = True
     """Whether ``raw`` does not tell again of news that nobody has heard."""
+    connections = 0
+    """libzmq does not tell when the client comes again."""
 
     def __init__(
         self, context: "zmq.Context[Any]", session: str, pair: Pair | None, host: str, ports: Iterable[int]

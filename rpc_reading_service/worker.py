@@ -501,8 +501,13 @@ class ClientOutlet:
         self._push = push
         self._packer = packer
         self._drop = drop
-        self._outgoing: deque[Packed] = deque([packer.opened()])
+        opened = packer.opened()
+        self._outgoing: deque[Packed] = deque([opened])
         self._opened = False
+        self._connections = 0
+        self._last: Packed | tuple[int, int] = opened
+        """What the client needs again after a connection that broke, to know whether anything is missing: the last
+        message; or, if it was of batches, their epoch, and the number of the next one."""
         self._lock = threading.Lock()
         self.raw: list[Any] = [push.raw]
 
@@ -531,6 +536,11 @@ class ClientOutlet:
                 self._mailbox.command(messages.decode(frame, ToWorkerData), None)
             except msgspec.DecodeError as error:
                 logger.error("! what the client sent cannot be read: %s", error)
+        if self._push.connections > self._connections:
+            self._connections = self._push.connections
+            if self._opened:
+                last = self._last
+                self._outgoing.appendleft(self._packer.nothing_before(*last) if isinstance(last, tuple) else last)
 
     def _send(self) -> bool:
         """Whether anything was sent."""
@@ -541,9 +551,16 @@ class ClientOutlet:
                 self._outgoing.appendleft(packed)
                 break
             self._opened = sent = True
+            self._note(packed)
         if self._outgoing:
             self._keep()
         return sent
+
+    def _note(self, packed: Packed) -> None:
+        if not packed.parcels:
+            return
+        last = packed.parcels[-1]
+        self._last = (last.epoch, last.seq + 1) if last.kind is Batches else packed
 
     def _keep(self) -> None:
         """What nobody is there to take waits, out of reach of user code."""

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,8 +25,9 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 
-from rpc_reading_service import RPCReadingService, WorkerLostError
+from rpc_reading_service import RPCReadingService, WorkerLostError, client, lanes
 from rpc_reading_service.launchers import LocalDaemon, LocalDaemons
+from rpc_reading_service.messages import EndOfShard
 from rpc_reading_service.testing import local_workers
 
 N = 400
@@ -138,6 +140,36 @@ def test_a_batch_that_always_kills_its_worker(
         with pytest.raises(WorkerLostError, match=r"^worker 1 on .* exited with code 3") as error:
             list(loader)
     assert ("for the 3rd time at batch 50 of its shard in epoch 1" in str(error.value)) == (policy == "recover")
+
+
+def test_a_connection_that_took_all_there_was_with_it_is_noticed_at_once(
+    pool: LocalDaemons, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more comes that would show a gap. To ask whoever is silent takes twice ``DATA_SILENCE_S``."""
+    monkeypatch.setattr(client, "DATA_SILENCE_S", 2 * TIMEOUT_S)
+    read, lost = lanes.Lanes.read, []
+
+    def read_once_all_is_lost(self: lanes.Lanes, at_most: int) -> Iterator[Any]:
+        for lane in () if lost else list(self._open.values()):
+            if EndOfShard.__name__.encode() not in unread(lane):
+                return iter(())
+            lost.append(lane)
+            self._break(lane, "it was cut off")
+        return read(self, at_most)
+
+    with load(sharded(range(20)), pool.addresses[:1], num_workers=1, transport="tcp") as loader:
+        assert list(loader) == list(range(20))
+        monkeypatch.setattr(lanes.Lanes, "read", read_once_all_is_lost)
+        assert list(loader) == list(range(20))
+    assert len(lost) == 1
+    assert "20 batches are missing, numbers 0 to 19" in caplog.text
+
+
+def unread(lane: Any) -> bytes:
+    try:
+        return bytes(lane._socket.recv(1 << 20, socket.MSG_PEEK))
+    except BlockingIOError:
+        return b""
 
 
 def test_a_worker_that_dies_while_it_is_set_up_is_replaced(pool: LocalDaemons, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A worker's mailbox: where its two threads meet."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -11,8 +12,8 @@ import pytest
 from rpc_reading_service import buffers, messages, protocol, transport
 from rpc_reading_service import worker as worker_module
 from rpc_reading_service.buffers import Borrowed, Logbook
-from rpc_reading_service.lanes import LanePacker
-from rpc_reading_service.messages import Batches, Credit, EndOfShard, StartEpoch
+from rpc_reading_service.lanes import LanePacker, Lanes, Listener
+from rpc_reading_service.messages import Batches, Credit, EndOfShard, Opened, ShardError, StartEpoch
 from rpc_reading_service.protocol import AHEAD_BYTES, Window
 from rpc_reading_service.segments import Segments
 from rpc_reading_service.stream import Packer, Parcel
@@ -176,6 +177,7 @@ class Nobody:
 
     raw = -1
     tells_once = False
+    connections = 0
 
     def send(self, frames: Any) -> bool:
         return False
@@ -198,6 +200,53 @@ def test_a_batch_that_waits_for_the_client_and_cannot_be_copied_is_not_sent_late
     with pytest.raises(MemoryError, match="no room to send 100 bytes"):
         outlet.pump()
     assert len(outlet._outgoing) == 1, "the message that tells that the worker is there"
+
+
+SENT: dict[str, tuple[list[Parcel], list[tuple[type[Any], int]]]] = {
+    "nothing": ([], [(Opened, 0)]),
+    "batches": ([small(0), small(1)], [(Batches, 2)]),
+    "the end": ([small(0), Parcel(1, 1, EndOfShard)], [(EndOfShard, 1)]),
+    "an error": ([small(0), Parcel(1, 1, ShardError, b"traceback")], [(ShardError, 1)]),
+}
+
+
+@pytest.mark.parametrize(("parcels", "told"), SENT.values(), ids=SENT)
+def test_a_client_that_comes_again_learns_whether_it_has_missed_anything(
+    parcels: list[Parcel], told: list[tuple[type[Any], int]], quick: Mailbox
+) -> None:
+    """Though the worker has nothing more to send: its window is full, or its shard has ended."""
+    listener = Listener(SESSION, "127.0.0.1", [0])
+    outlet = ClientOutlet(quick, listener, LanePacker(SESSION, 0, 0), lambda parcel: None)
+    with contextlib.closing(listener), contextlib.closing(Lanes(SESSION, lambda header: True)) as client:
+        assert arrived_when_connected(client, listener, outlet) == [(Opened, 0)]
+        for parcel in parcels:
+            quick.put(parcel)
+        outlet.pump()
+        for _ in range(2):
+            client.disconnect(0, 0)  # with what it has not read
+            assert arrived_when_connected(client, listener, outlet) == told
+        quick.put(small(2))
+        outlet.pump()
+        assert arrived(client) == [(Batches, 2)]
+
+
+def arrived_when_connected(client: Lanes, listener: Listener, outlet: ClientOutlet) -> list[tuple[type[Any], int]]:
+    before, deadline = listener.connections, transport.Deadline(20.0)
+    client.connect(0, 0, f"tcp://127.0.0.1:{listener.port}")
+    while listener.connections == before:
+        assert not deadline.expired
+        assert list(client.read(100)) == []
+        outlet.hear()
+    outlet.pump()
+    return arrived(client)
+
+
+def arrived(client: Lanes) -> list[tuple[type[Any], int]]:
+    """What comes with the next message."""
+    deadline = transport.Deadline(20.0)
+    while not (found := list(client.read(1))):
+        assert not deadline.expired
+    return [(type(each.header), each.header.seq) for each in found if each.header is not None]
 
 
 class Idle:
