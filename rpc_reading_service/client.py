@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rpc_reading_service import buffers, codec, messages, protocol, segments, transport
+from rpc_reading_service import buffers, codec, messages, pinning, protocol, segments, transport
 from rpc_reading_service.actions import (
     Action,
     ConnectData,
@@ -120,6 +120,7 @@ class Client:
         in_order: see ``merge.Merge``
         warn_after: a wait that lasts longer, in seconds, is logged: who is waited for, and what it is doing
         keys: None for daemons without
+        pins: whether what is received lands in page-locked memory
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class Client:
         in_order: bool,
         warn_after: float = WARN_AFTER_S,
         keys: CurveKeys | None = None,
+        pins: bool = False,
     ) -> None:
         self.keys = keys
+        self.allocate = pinning.allocate if pins else buffers.Pool(keep=options.prefetch_bytes).allocate
         self._options = options
         self._warn_after = warn_after
         self._in_order = in_order
@@ -670,9 +673,8 @@ class _IOThread:
         self._client = client
         self._context = transport.Context(1 if client.keys is None else DECRYPTING_THREADS)
         options = client.session.options
-        allocate = buffers.Pool(keep=options.prefetch_bytes).allocate
         who = (options.session, options.secret)
-        self.intake = Intake(self._context, *who, client.accepts, client.take_in, client.waker.wake, allocate)
+        self.intake = Intake(self._context, *who, client.accepts, client.take_in, client.waker.wake, client.allocate)
         self._poller = transport.Poller()
         self._dealers: dict[str, transport.Dealer] = {}
         self._keys_trouble: dict[str, str] = {}

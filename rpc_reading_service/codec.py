@@ -18,7 +18,8 @@ cloudpickle identity, so that the training process gets its own class and not a 
 on cloudpickle's.
 
 The decoded tensors and arrays look straight at the buffers given to ``decode`` and keep them alive: these must be
-writable, belong to nobody else, and should start at a multiple of 64 bytes, as torch's own allocations do.
+writable, belong to nobody else, and should start at a multiple of 64 bytes, as torch's own allocations do. If a tensor
+has lent the memory (see ``pinning``), a decoded tensor is of that tensor's storage, and an array is a copy.
 ``bytes`` and ``str`` stay in the header whatever their size, at the price of one copy: out of band they would come
 back as another type.
 
@@ -548,6 +549,9 @@ def _new_plan(form: bytes) -> _Plan:
 
 
 def _vector(buffer: Any, dtype: torch.dtype, shape: tuple[int], _strides: None) -> torch.Tensor:
+    lender = _lender(buffer)
+    if lender is not None:
+        return _of_storage(lender, _CODES[dtype], shape, (dtype.itemsize,))
     return torch.frombuffer(buffer, dtype=dtype, count=shape[0])
 
 
@@ -658,11 +662,28 @@ def _tensor_parts(tensor: torch.Tensor, code: int) -> tuple[Any, int, tuple[int,
     return buffer, code, array.shape, strides
 
 
-def _tensor(buffer: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def _tensor(buffer: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> torch.Tensor:
+    lender = _lender(buffer)
+    if lender is not None:
+        return _of_storage(lender, code, shape, strides or _c_strides(shape, _TORCH_DTYPES[code].itemsize))
     array = _array(buffer, _NUMPY_DTYPES[code], shape, strides)
     tensor = torch.from_numpy(array)
     if not array.size:
         tensor = tensor.new_empty(shape)  # numpy has no use for the strides of an empty array, and made them zero
+    return tensor.view(_TORCH_DTYPES[code]) if code in _CARRIERS else tensor
+
+
+def _lender(buffer: Any) -> torch.Tensor | None:
+    """The tensor whose memory the buffer shows, from its start; see ``pinning``."""
+    exporter: Any = buffer.obj if type(buffer) is memoryview else None
+    base: Any = exporter.base if type(exporter) is np.ndarray else None
+    return base if type(base) is torch.Tensor else None
+
+
+def _of_storage(lender: torch.Tensor, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    dtype = _CARRIERS.get(code, _TORCH_DTYPES[code])
+    steps = [stride // dtype.itemsize for stride in strides]
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(lender.untyped_storage(), 0, shape, steps)
     return tensor.view(_TORCH_DTYPES[code]) if code in _CARRIERS else tensor
 
 
@@ -765,7 +786,9 @@ class _Unlocked:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _array(buffer: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _array(buffer: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> np.ndarray[Any, Any]:
+    if _lender(buffer) is not None:
+        buffer = bytearray(buffer)  # of an array's tensor torch would not know when a device has read it
     if type(buffer) is not bytearray:  # of a memoryview numpy would keep only the owner, this keeps the view as well
         buffer = pickle.PickleBuffer(buffer)
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer, 0, strides)

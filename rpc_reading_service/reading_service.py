@@ -5,7 +5,6 @@ import os
 import secrets
 import socket
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from torchdata.dataloader2.graph import DataPipe
 from torchdata.dataloader2.random import SeedGenerator
 from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
 from torchdata.datapipes.iter import IterDataPipe
-from torchdata.datapipes.utils import pin_memory_fn
 
-from rpc_reading_service import checkpoint, graph, resolver, transport
+from rpc_reading_service import checkpoint, graph, pinning, resolver, transport
 from rpc_reading_service.client import WARN_AFTER_S, Client
 from rpc_reading_service.daemon import versions
 from rpc_reading_service.display import Display
@@ -298,8 +296,9 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         own_daemons = self._daemons is not None
         keys = options.keys_for_session(own_daemons)
         session = options.for_session(payload, names, own_daemons, encrypted=keys is not None)
-        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys)
-        source.pin = _pin if options.pin_memory and _can_pin() else None
+        pins = options.pin_memory and pinning.can_pin()
+        client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys, pins)
+        source.pin = pinning.pin if pins else None
         self._client = client
         # At interpreter exit, too, the workers are told before the sockets are torn down.
         display = Display(client.lasting, terminal) if terminal is not None else None
@@ -529,16 +528,6 @@ def _shut_down(client: Client, daemons: LocalDaemons | None, display: Display | 
 def _is_distributed() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _can_pin() -> bool:
-    if not torch.cuda.is_available():
-        warnings.warn("pin_memory=True has no effect: no CUDA device is available", UserWarning, stacklevel=3)
-    return torch.cuda.is_available()
-
-
-def _pin(batch: Any) -> Any:
-    return pin_memory_fn(batch, torch.cuda.current_device())
 
 
 def _pickled(name: str, function: Any) -> bytes:

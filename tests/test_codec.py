@@ -156,6 +156,21 @@ def test_any_batch_arrives_as_it_was(batch: Any) -> None:
     assert_same(travel(batch), batch)
 
 
+def lent(encoded: Encoded) -> list[memoryview]:
+    """The buffers arrive in memory of torch's own, as with ``pin_memory``."""
+    views = [torch.empty(buffer.nbytes, dtype=torch.uint8).numpy().data for buffer in encoded.buffers]
+    for view, buffer in zip(views, encoded.buffers, strict=True):
+        view[:] = buffer
+    return views
+
+
+@given(BATCHES)
+@settings(deadline=None, max_examples=300)
+def test_any_batch_arrives_as_it_was_in_memory_that_torch_lends(batch: Any) -> None:
+    encoded = Encoder().encode(batch)
+    assert_same(decode(encoded.header, lent(encoded)), batch)
+
+
 @given(st.lists(BATCHES, max_size=4))
 @settings(deadline=None, max_examples=30)
 def test_one_encoder_serves_batch_after_batch(batches: list[Any]) -> None:
@@ -513,6 +528,40 @@ def test_every_dtype_keeps_its_bits(dtype: torch.dtype, count: int) -> None:
     assert_same(travel([sent, sent[:0], sent[1], sent[::2]]), [sent, sent[:0], sent[1], sent[::2]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_in_memory_that_torch_lends_is_of_that_storage(dtype: torch.dtype) -> None:
+    """By its storage torch knows whether a device still reads from it; arrays have none, and are copied."""
+    raw = torch.arange(2 * LARGE * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
+    sent = (raw % 2).view(dtype) if dtype is torch.bool else raw.view(dtype)
+    across = sent.view(2, LARGE).transpose(0, 1)
+    for batch in (sent, across, [sent, across], [sent, [[across]]]):
+        encoded = Encoder().encode(batch)
+        views = lent(encoded)
+        got = decode(encoded.header, views)
+        assert_same(got, batch)
+        assert {each.untyped_storage().data_ptr() for each in tensors_of(got)} == {address(view) for view in views}
+        assert [each.untyped_storage().nbytes() for each in tensors_of(got)] == [sent.nbytes] * len(tensors_of(got))
+        storages = {each.untyped_storage()._cdata for each in tensors_of(got)}
+        assert storages == {view.obj.base.untyped_storage()._cdata for view in views}  # type: ignore[attr-defined]
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [batch] if isinstance(batch, torch.Tensor) else [tensor for each in batch for tensor in tensors_of(each)]
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, lambda array: [array], lambda array: [[array]]])
+def test_an_array_does_not_stay_in_memory_that_torch_lends(wrap: Callable[[Any], Any]) -> None:
+    encoded = Encoder().encode(wrap(np.arange(LARGE)))
+    (view,) = lent(encoded)
+    got = decode(encoded.header, [view])
+    view[:] = bytes(view.nbytes)
+    assert_same(got, wrap(np.arange(LARGE)))
+
+
 def test_the_dtype_table_covers_every_dense_dtype_of_this_torch() -> None:
     known = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -702,8 +751,10 @@ def test_a_tensor_subclass_that_requires_grad_arrives_so() -> None:
 def test_the_default_device_of_the_training_process_is_no_matter() -> None:
     encoded = Encoder().encode([torch.ones(3), torch.empty(0, 2)])
     alone = [Encoder().encode(sent) for sent in (torch.ones(3), torch.ones(2, 2), torch.empty(0, 2), torch.ones(LARGE))]
+    views = [lent(each) for each in alone]
     with torch.device("meta"):
         got = [*wire(encoded), *map(wire, alone)]
+        got += [decode(each.header, memory) for each, memory in zip(alone, views, strict=True)]
     assert {each.device.type for each in got} == {"cpu"}
 
 

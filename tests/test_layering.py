@@ -25,11 +25,11 @@ EFFECTS = [
     "lanes",
     "ownership",
 ]
-EFFECTS += ["inplace", "graph", "metrics"]
+EFFECTS += ["pinning", "inplace", "graph", "metrics"]
 PROCESSES = ["dispatch", "worker", "origin", "daemon", "intake", "client"]
 EDGES = ["launchers", "display", "preparation", "reading_service", "testing", "status", "cli", "preload", "__main__"]
 ORDER = VALUES + PURE + EFFECTS + PROCESSES + EDGES
-USERS = {"zmq": {"transport", "security"}, "torchdata": {"graph", "reading_service", "preload"}}
+USERS = {"zmq": {"transport", "security"}, "torchdata": {"graph", "pinning", "reading_service", "preload"}}
 NOT_PURE = {"threading", "socket", "zmq", "time", "os", "subprocess"}
 
 PACKAGE = "rpc_reading_service"

@@ -553,12 +553,6 @@ def test_pin_memory_without_cuda_warns_and_goes_on(pool: list[str]) -> None:
         assert list(iterator) == [0, 1, 2, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pin_memory_pins_the_tensors_of_a_batch(pool: list[str]) -> None:
-    with load(sharded(range(4)).map(functools.partial(full, 10)), pool, num_workers=1, pin_memory=True) as loader:
-        assert [element.is_pinned() for element in loader] == 4 * [True]
-
-
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_whose_turn_comes_while_it_is_waited_has_room(pool: list[str], transport: str) -> None:
     """Its window is full of batches that were consumed, but it has not been told; the first worker ends meanwhile."""
