@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -585,8 +586,8 @@ class Client:
     # For the I/O thread and whoever reads, with the lock held.
 
     @property
-    def lock(self) -> threading.Condition:
-        return self._changed
+    def lock(self) -> AbstractContextManager[bool]:
+        return self._lock
 
     @property
     def session(self) -> ClientSession:

@@ -129,11 +129,6 @@ class Encoded(NamedTuple):
     buffers: list[memoryview]
     """Contiguous views of format ``B``; each keeps alive the tensor or array whose memory it shows."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to move: header and buffers."""
-        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
-
 
 _encoded: Callable[[tuple[bytes, list[memoryview]]], Encoded] = functools.partial(tuple.__new__, Encoded)
 """What ``Encoded(header, buffers)`` comes to, without its call of a Python function: there is one for each batch."""

@@ -9,8 +9,8 @@ where it is, and received where it is to be: one copy less at either end, and no
     Lanes.send      ====== sizes; header ========================> Listener.receive_all
 
 A connection that breaks is made again by the client. What was on its way then is lost, which the numbers of the batches
-tell: on each further connection the worker begins with the next one, whether it has a batch of that number or not. A
-``Lanes`` or a ``Listener`` is used by one thread at a time, under its owner's lock.
+tell: on each further connection the worker begins with the next one, without a batch, or with the message that was the
+last if that was none of batches. A ``Lanes`` or a ``Listener`` is used by one thread at a time, under its owner's lock.
 """
 
 import contextlib
@@ -521,9 +521,12 @@ class Lanes(Reader):
         header: Any = None
         try:
             header = messages.decode(frame, FromWorkerData)
-            if self._accepts(header):
-                return self._batches(header, rest) if isinstance(header, Batches) else self._mark(header, rest)
-            self._refuse(header)
+            if not self._accepts(header):
+                self._refuse(header)
+            elif not isinstance(header, Batches):
+                return self._mark(header, rest)
+            elif header.sizes or rest:  # else nothing is missing, or that would have been an error
+                return self._batches(header, rest)
         except msgspec.DecodeError as error:
             return Arrival(None, error=StreamError(f"a data message cannot be read: {error}"))
         except StreamError as error:

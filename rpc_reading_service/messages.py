@@ -36,7 +36,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Changes with every change of a message: both ends must have the same."""
 
 CHUNK_BYTES = 1 << 20
@@ -557,7 +557,7 @@ class Data(WorkerMessage, frozen=True):
 
 
 class Opened(Data, frozen=True):
-    """First message of every worker, without a body: the data channel works."""
+    """First message of every worker, without a body: the data channel works. By each new lane, until others follow."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -584,7 +584,8 @@ class Batches(Data, frozen=True):
     """
 
     sizes: list[list[Count]]
-    """Per batch: bytes of its codec header, then bytes of each of its buffers."""
+    """Per batch: bytes of its codec header, then bytes of each of its buffers. None by a lane that was made again: then
+    all before ``seq`` have been sent, and whoever misses one has lost it with a lane before."""
     places: dict[Count, Place]
     """Of the buffers that lie in shared memory: by their number in this message."""
 

@@ -35,8 +35,9 @@ sleeps between two of 344 KB, and is woken for each, takes longer to wake than t
 wait for a core, some milliseconds, until the scheduler looks: enough is in flight for the other to go on meanwhile."""
 
 AHEAD_AT_MOST = 128
-"""However many are always allowed: each takes a segment of shared memory, of which a worker has twice as many
-(``segments.Board.SLOTS``), for the user keeps some, too. What finds none goes by TCP."""
+"""However many are always allowed: each takes a segment of shared memory, or one for each tensor that was written in
+place, of which a worker has four times as many (``segments.Board.SLOTS``), as the user keeps some, too. What finds none
+goes by TCP."""
 
 CREDIT_COUNT = 8
 CREDIT_BYTES = 4 << 20

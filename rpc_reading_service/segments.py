@@ -74,8 +74,8 @@ class Board:
     _CONSUMED = 1
     _STARVING = 2
     _RETURNED = 3
-    SLOTS = 256
-    """Segments at once: each is a descriptor in the worker."""
+    SLOTS = 500
+    """Segments at once: each is a descriptor in the worker, and the page has no room for more."""
 
     def __init__(self, memory: Any) -> None:
         page = memoryview(memory).cast("B")

@@ -48,6 +48,10 @@ def wire(encoded: Encoded) -> Any:
     return decode(encoded.header, [bytearray(buffer) for buffer in encoded.buffers])
 
 
+def bytes_of(encoded: Encoded) -> int:
+    return len(encoded.header) + sum(buffer.nbytes for buffer in encoded.buffers)
+
+
 def travel(batch: Any) -> Any:
     return wire(Encoder().encode(batch))
 
@@ -409,14 +413,13 @@ def test_dataclasses_of_every_kind_arrive() -> None:
 def test_a_buffer_below_the_limit_stays_in_the_header() -> None:
     encoded = Encoder().encode(torch.zeros(INLINE_LIMIT - 1, dtype=torch.uint8))
     assert encoded.buffers == []
-    assert encoded.nbytes == len(encoded.header) > INLINE_LIMIT - 1
+    assert len(encoded.header) > INLINE_LIMIT - 1
 
 
 def test_a_buffer_at_the_limit_leaves_the_header() -> None:
     encoded = Encoder().encode([torch.zeros(INLINE_LIMIT, dtype=torch.uint8), np.zeros(INLINE_LIMIT, np.uint8)])
     assert [buffer.nbytes for buffer in encoded.buffers] == [INLINE_LIMIT, INLINE_LIMIT]
     assert len(encoded.header) < 300
-    assert encoded.nbytes == len(encoded.header) + 2 * INLINE_LIMIT
 
 
 def test_the_buffers_are_flat_writable_views_of_bytes() -> None:
@@ -616,8 +619,8 @@ def test_a_tensor_with_gaps_or_repeats_arrives_contiguous(sent: torch.Tensor) ->
 
 def test_a_small_view_of_a_large_storage_travels_alone() -> None:
     large = torch.zeros(1_000_000)
-    assert Encoder().encode(large[8:12]).nbytes < 200
-    assert Encoder().encode(large[8 : 8 + LARGE]).nbytes < 4 * LARGE + 200
+    assert bytes_of(Encoder().encode(large[8:12])) < 200
+    assert bytes_of(Encoder().encode(large[8 : 8 + LARGE])) < 4 * LARGE + 200
     assert travel(large[8:12]).untyped_storage().nbytes() == 16
 
 
@@ -711,7 +714,7 @@ def test_quantized_tensors_arrive_without_the_rest_of_their_storage() -> None:
         got = travel(sent)
         assert (got.dtype, got.qscheme()) == (sent.dtype, sent.qscheme())
         assert torch.equal(got.int_repr(), sent.int_repr())
-    assert Encoder().encode(per_tensor[2:5]).nbytes < 5000
+    assert bytes_of(Encoder().encode(per_tensor[2:5])) < 5000
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -740,7 +743,7 @@ def test_a_tensor_subclass_travels_as_its_view_alone_and_keeps_its_type() -> Non
     assert_same(got, sent)
     assert got.format == "xyxy"
     assert len(encoded.buffers) == 1
-    assert encoded.nbytes < 4 * LARGE + 500
+    assert bytes_of(encoded) < 4 * LARGE + 500
 
 
 def test_a_tensor_subclass_that_requires_grad_arrives_so() -> None:

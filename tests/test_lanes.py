@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rpc_reading_service import buffers, messages, segments, transport
 from rpc_reading_service import lanes as lanes_module
 from rpc_reading_service.buffers import Borrowed
-from rpc_reading_service.errors import AddressError
+from rpc_reading_service.errors import AddressError, StreamError
 from rpc_reading_service.lanes import LanePacker, Lanes, Listener
 from rpc_reading_service.messages import (
     Batches,
@@ -396,6 +396,37 @@ def until_turned(client: Client, done: Callable[[], bool]) -> None:
         if done():
             return
     raise AssertionError
+
+
+def test_a_message_of_no_batches_is_no_sign_that_any_come(fake: Fake) -> None:
+    """A connection that breaks again and again is tried ever less often, and keeps no wait from its ``timeout``."""
+    asked = []
+    with closing(Client(fake.port, accepts=lambda header: asked.append(header.seq) or header.seq < 4)) as client:
+        for seq in (3, 4):
+            fake.accept(client)
+            patience = client.lanes._lanes[0, 0]._patience
+            fake.send(nothing_before(seq))
+            until(lambda seq=seq: asked[-1:] == [seq], client)  # type: ignore[misc]
+            lose(fake, client)
+            assert client.lanes._lanes[0, 0]._patience == 2 * patience
+            client.lanes.tend(when_due(client))
+        assert client.arrived == []
+
+
+def test_a_message_of_no_batches_tells_of_those_that_are_missing(fake: Fake) -> None:
+    def accepts(header: Any) -> bool:
+        raise StreamError("worker 0: 3 batches are missing, numbers 0 to 2")
+
+    with closing(Client(fake.port, accepts=accepts)) as client:
+        fake.accept(client)
+        fake.send(nothing_before(3))
+        until(lambda: client.arrived != [], client)
+        (arrival,) = client.arrived
+        assert str(arrival.error) == "worker 0: 3 batches are missing, numbers 0 to 2"
+
+
+def nothing_before(seq: int) -> bytes:
+    return b"".join(LanePacker(SESSION, 0, 0).nothing_before(1, seq).frames)
 
 
 # What is not wanted.

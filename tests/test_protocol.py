@@ -213,7 +213,7 @@ def test_but_no_more_than_leave_segments_for_what_the_user_keeps(count: int, pro
     while window.is_open:
         window.produce(100 << 10)
     assert window.produced == produced
-    assert 2 * AHEAD_AT_MOST <= Board.SLOTS
+    assert 3 * AHEAD_AT_MOST <= Board.SLOTS
 
 
 def test_but_no_more_bytes_than_the_budget() -> None:
