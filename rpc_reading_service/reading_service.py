@@ -283,7 +283,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         return self._initialize(datapipe, self._options)
 
     def _initialize(self, datapipe: DataPipe, options: Options) -> DataPipe:
-        source = _Source()
+        source, pins = _Source(), options.pin_memory and pinning.can_pin()
         terminal = sys.stderr if options.progress and sys.stderr is not None and sys.stderr.isatty() else None
         with Preparation(terminal) as preparation:
             with preparation.stage("pickling the graph", "MB") as tell:
@@ -296,7 +296,6 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         own_daemons = self._daemons is not None
         keys = options.keys_for_session(own_daemons)
         session = options.for_session(payload, names, own_daemons, encrypted=keys is not None)
-        pins = options.pin_memory and pinning.can_pin()
         client = source.client = Client(addresses, session, options.in_order, self.warn_after, keys, pins)
         source.pin = pinning.pin if pins else None
         self._client = client
