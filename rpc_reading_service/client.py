@@ -256,9 +256,9 @@ class Client:
                 self._end_epoch(epoch)
                 raise StopIteration
             worker, entry = item
-            if self.tracks_delivery:
-                self._undelivered.append(worker)
             is_batch = type(entry) is Entry
+            if is_batch and self.tracks_delivery:
+                self._undelivered.append(worker)
             told = is_batch and self._meters[worker].consume(entry.nbytes) and self._give_credit(worker)
         if told:
             self._send_credit()
@@ -275,16 +275,16 @@ class Client:
 
     def delivered(self) -> None:
         """With ``tracks_delivery``: a batch has come out at the end of the graph."""
-        with self._lock:
+        if self._undelivered:  # no new epoch has been started meanwhile
             self._undelivered.popleft()
 
     def position(self) -> tuple[list[int], int]:
         """Batches delivered per shard, and the shard whose turn it is."""
         with self._lock:
-            consumed = self._merge.consumed
-            for worker in self._undelivered:
+            consumed, undelivered = self._merge.consumed, list(self._undelivered)
+            for worker in undelivered:
                 consumed[worker] -= 1
-            return consumed, self._undelivered[0] if self._undelivered else self._merge.turn
+            return consumed, undelivered[0] if undelivered else self._merge.turn
 
     def _where(self, worker: int) -> str:
         known = self._session.workers[worker]

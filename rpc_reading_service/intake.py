@@ -48,7 +48,9 @@ class Source(Protocol):
         """Whether ``raw`` tells of everything that ``read`` has left."""
 
     def read(self, at_most: int) -> Iterator[Arrival]:
-        """What has arrived and is wanted."""
+        """What has arrived and is wanted. Who asks for the next has taken in the last; or else calls ``taken``."""
+
+    def taken(self) -> None: ...
 
     def attach(self, worker: int, attempt: int, attachment: segments.Attachment) -> None: ...
 
@@ -73,10 +75,23 @@ class Sockets(StreamReader):
         super().__init__(pull, accepts, allocate)
         self._pull = pull
         self._connections: dict[tuple[int, int], transport.DataConnection] = {}
+        self._untaken: Arrival | None = None
 
     @property
     def raw(self) -> int:
         return self._pull.raw
+
+    def read(self, at_most: int) -> Iterator[Arrival]:
+        """After an exception of a signal's handler, what may not have been taken in comes again: it has its number."""
+        if self._untaken is not None:
+            yield self._untaken
+        for arrival in super().read(at_most):
+            self._untaken = arrival
+            yield arrival
+        self._untaken = None
+
+    def taken(self) -> None:
+        self._untaken = None
 
     def connect(self, worker: int, attempt: int, endpoint: str) -> None:
         self._connections[worker, attempt] = self._pull.connect(endpoint)
@@ -161,6 +176,7 @@ class Intake:
             for arrival in self._source.read(MESSAGES_PER_TURN):
                 self._arrive(arrival)
                 if self._turn_ends == math.inf:
+                    self._source.taken()
                     return self.wake()  # who waits may be polling already
 
     def wait(self, seconds: float) -> None:
@@ -198,6 +214,7 @@ class Intake:
                 taken = True
                 self._arrive(arrival)
                 if arrival.is_large:
+                    self._source.taken()
                     self._has_large = True
                     break
         return taken or self.behind

@@ -408,6 +408,8 @@ class Lanes(Reader):
         self._lanes: dict[tuple[int, int], _Lane] = {}
         self._open: dict[int, _Lane] = {}
         self._behind: dict[_Lane, None] = {}
+        self._untaken: _Lane | None = None
+        """Whose next message is being received, or has not been taken in yet."""
 
     @property
     def raw(self) -> int:
@@ -417,17 +419,33 @@ class Lanes(Reader):
     @property
     def drained(self) -> bool:
         """Whether ``raw`` tells of everything that ``read`` has left."""
-        return not self._behind
+        return not self._behind and self._untaken is None
 
     # What comes in.
 
     def read(self, at_most: int) -> Iterator[Arrival]:
-        """What has arrived and is wanted."""
+        """What has arrived and is wanted. Who asks for the next has taken in the last; or else calls ``taken``.
+
+        An exception that comes from outside, of a signal's handler, leaves a message of which nobody knows how much was
+        read, or whether it was taken in: its connection is given up then.
+        """
+        lane, self._untaken = self._untaken, None
+        if lane is not None and lane.is_open:
+            self._break(lane, "a message was not taken in")
         left = at_most
         for lane in self._ready():
-            while left and lane.is_open and (arrival := self._receive(lane)) is not None:
+            while left and lane.is_open:
+                self._untaken = lane
+                arrival = self._receive(lane)
+                if arrival is None:
+                    break
                 left -= 1
                 yield arrival
+            self._untaken = None
+
+    def taken(self) -> None:
+        """The last arrival has been taken in, and no more are asked for now."""
+        self._untaken = None
 
     def _ready(self) -> Iterable["_Lane"]:
         ready = dict(self._behind)
@@ -582,9 +600,6 @@ class _Incoming(msgspec.Struct, frozen=True):
 class _Lane:
     """One connection: what has come of the current message, and what has not left yet.
 
-    An exception that comes from outside, of a signal's handler, in the middle of ``receive``, leaves a message of which
-    nobody knows how much was read: the connection is given up then.
-
     Args:
         lanes: knows what is wanted
         epoll: where it is registered while it is open
@@ -640,7 +655,6 @@ class _Lane:
         self.is_drained = False
         """Whether nothing can be received before the epoll says so; to try costs more than to wait."""
         self._least = 1
-        self._is_amid = False
         self._has_come = False
         self._told_at = self._looked_at = 0.0
 
@@ -653,8 +667,8 @@ class _Lane:
 
     @property
     def has_more(self) -> bool:
-        """Whether something has been received that ``receive`` has not looked at, or it was left in the middle."""
-        return self.is_open and (self._is_behind or self._is_amid)
+        """Whether something has been received that ``receive`` has not looked at."""
+        return self.is_open and self._is_behind
 
     def is_slow(self, now: float) -> bool:
         """Whether a batch is on its way, and nothing has been told of it for a while."""
@@ -671,14 +685,6 @@ class _Lane:
             OSError, EOFError: the connection is broken.
             StreamError: what comes is no stream of ours.
         """
-        if self._is_amid:
-            raise EOFError("a message was left in the middle")
-        self._is_amid = True
-        arrival = self._advance()
-        self._is_amid = False
-        return arrival
-
-    def _advance(self) -> Arrival | None:
         left = READ_BYTES
         while (arrival := self._go_on()) is None:
             if self.is_drained or left <= 0:

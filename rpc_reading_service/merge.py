@@ -154,6 +154,8 @@ class Merge:
             return worker
         shard = self._shards[worker]
         item = shard.waiting.popleft()
+        if self.in_order:
+            self.turn = (worker + 1) % self.num_workers
         shard.consumed += type(item) is Entry
         return worker, item
 
@@ -162,11 +164,11 @@ class Merge:
         for _ in range(self.num_workers):
             worker = self.turn
             shard = self._shards[worker]
-            if not shard.waiting and not shard.ended:
-                return Signal.PENDING
-            self.turn = (worker + 1) % self.num_workers
             if shard.waiting:
                 return worker
+            if not shard.ended:
+                return Signal.PENDING
+            self.turn = (worker + 1) % self.num_workers
         return Signal.EXHAUSTED
 
     def _first_arrival(self) -> int | Signal:

@@ -37,10 +37,9 @@ def allocate(nbytes: int) -> memoryview:
     if nbytes < recycling.LEAST_BYTES:
         return buffers.allocate(nbytes)
     try:
-        memory = _page_locked(nbytes)
+        return _page_locked(nbytes).numpy().data  # which keeps the tensor
     except RuntimeError:  # there is no more; ``pin`` will say so, if there still is none then
         return buffers.allocate(nbytes)
-    return memory.numpy().data  # which keeps the tensor
 
 
 def _page_locked(nbytes: int) -> torch.Tensor:

@@ -310,8 +310,8 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         self._end_datapipe = split.end
         self._collectives = graph.Collectives(split.end)
         client.abandoned = graph.Abandoned(split.end, source)
-        client.tracks_delivery = split.end is not source and graph.is_transparent(split.end, source)
-        self._end = _End(split.end, client, split.end is source or client.tracks_delivery)
+        client.tracks_delivery = graph.is_transparent(split.end, source)
+        self._end = _End(split.end, client, client.tracks_delivery)
         return self._end
 
     def _pickle(

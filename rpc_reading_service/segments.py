@@ -26,6 +26,7 @@ import fcntl
 import functools
 import mmap
 import os
+import resource
 import secrets
 import threading
 import weakref
@@ -192,7 +193,7 @@ class Segments:
         self._held: dict[int, _Segment] = {}
         self._holds = 0
         self._dropped: deque[tuple[_Segment, int]] = deque()
-        self._slots = list(range(Board.SLOTS))
+        self._slots = list(range(_affordable(Board.SLOTS)))
         self._fd = _create(mmap.PAGESIZE)
         self.board = self._board = Board(_map(self._fd, mmap.PAGESIZE))
         self._board.write_nonce(secrets.token_bytes(NONCE_BYTES))
@@ -357,6 +358,12 @@ class Segments:
         self._slots.append(segment.slot)
         self._nbytes -= segment.size
         segment.close()
+
+
+def _affordable(slots: int) -> int:
+    """So many that user code can open files, too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return slots if limit == resource.RLIM_INFINITY else min(slots, limit // 4)
 
 
 def _address(part: memoryview) -> int:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
-from rpc_reading_service import CheckpointError, RPCReadingService
+from rpc_reading_service import CheckpointError, RPCReadingService, codec
 from rpc_reading_service.launchers import LocalDaemons
+from rpc_reading_service.protocol import CreditMeter
 from rpc_reading_service.testing import local_workers
 
 ELEMENTS = 23
@@ -206,6 +207,54 @@ def test_in_the_order_of_arrival_nothing_is_lost_or_repeated_either(addresses: l
         state = first.state_dict()
     with DataLoader2.from_state(state, service(addresses, in_order=False)) as second:
         assert sorted(head + list(second)) == list(range(ELEMENTS))
+
+
+@pytest.mark.parametrize(("where", "name"), [(codec, "decode"), (CreditMeter, "consume")], ids=["decode", "consume"])
+def test_what_an_interrupted_call_did_not_hand_out_comes_next(
+    where: Any, name: str, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come while a batch has been taken and is not there yet."""
+    with loader(addresses, "workers only", seeded=True) as undisturbed:
+        whole = list(undisturbed)
+    act, calls = getattr(where, name), itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return act(*args)
+
+    head: list[Any] = []
+    with loader(addresses, "workers only", seeded=True) as first:
+        monkeypatch.setattr(where, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read_into(head, first)
+        state = first.state_dict()
+    assert len(head) == 7
+    with DataLoader2.from_state(state, service(addresses)) as second:
+        assert head + list(second) == whole
+
+
+def test_a_state_after_an_error_of_the_graph_goes_on_behind_what_came_before_it(addresses: list[str]) -> None:
+    """The error is none of the batches that are counted."""
+    graph = IterableWrapper(range(ELEMENTS)).sharding_filter().map(refuse_ten)
+    head: list[Any] = []
+    with DataLoader2(graph, reading_service=service(addresses)) as first:
+        client = iter(first) and first.reading_service._client
+        with pytest.raises(ValueError, match="ten"):
+            read_into(head, first)
+        assert head == list(range(10))
+        assert client.position() == ([4, 3, 3], 2)
+
+
+def read_into(head: list[Any], batches: Iterable[Any]) -> None:
+    for batch in batches:
+        head.append(batch)
+
+
+def refuse_ten(element: int) -> int:
+    if element == 10:
+        raise ValueError("ten")
+    return element
 
 
 def test_the_state_is_small(addresses: list[str]) -> None:

@@ -1109,6 +1109,7 @@ def test_a_small_batch_behind_a_large_one_is_read_though_reading_stopped_in_betw
         for arrival in client.lanes.read(256):
             client.arrived.append(arrival)
             if arrival.entries:
+                client.lanes.taken()
                 break
 
     poller = select.poll()
@@ -1133,6 +1134,7 @@ def test_what_comes_after_a_large_batch_wakes_whoever_stopped_at_that(fake: Fake
         for arrival in told.lanes.read(256):
             told.arrived.append(arrival)
             if arrival.entries:
+                told.lanes.taken()
                 break
     fake.send(wire(batch(1)))
     assert is_readable(told.raw, LONG_S)
@@ -1189,6 +1191,31 @@ def test_a_message_that_ctrl_c_left_in_the_middle_costs_the_connection(
     assert fake.accept(told) == HELLO
     fake.send(wire(batch(1, b"y" * size)))
     until(lambda: told.seqs == [1], told)
+
+
+def test_a_message_that_is_not_taken_in_costs_the_connection(fake: Fake, told: Client) -> None:
+    """An exception comes after it has been read, and nothing more comes that would tell of it."""
+    fake.send(wire(batch(0)))
+    until(lambda: waiting(told) > 0)
+    for _arrival in told.lanes.read(256):
+        break
+    assert not told.lanes.drained
+    told.turn()
+    assert not told.is_open()
+    assert told.arrived == []
+    assert told.is_quiet
+    told.lanes.tend(when_due(told))
+    assert fake.accept(told) == HELLO
+
+
+def test_a_message_that_was_not_taken_in_from_a_worker_that_is_gone_costs_nothing(fake: Fake, told: Client) -> None:
+    fake.send(wire(batch(0)))
+    until(lambda: waiting(told) > 0)
+    for _arrival in told.lanes.read(256):
+        break
+    told.lanes.disconnect(0, 0)
+    told.turn()
+    assert told.is_quiet
 
 
 # Forks.
