@@ -1182,15 +1182,20 @@ def test_a_message_that_ctrl_c_left_in_the_middle_costs_the_connection(
     with pytest.raises(KeyboardInterrupt):
         told.turn()
     monkeypatch.undo()
-    assert not told.lanes.drained
-    told.turn()
-    assert not told.is_open()
-    assert told.whole == []
-    assert told.is_quiet
-    told.lanes.tend(when_due(told))
-    assert fake.accept(told) == HELLO
+    assert_connects_again(told, fake)
     fake.send(wire(batch(1, b"y" * size)))
     until(lambda: told.seqs == [1], told)
+
+
+def assert_connects_again(client: Client, fake: Fake) -> None:
+    """With the next look, which is due, and without having taken anything in."""
+    assert not client.lanes.drained
+    client.turn()
+    assert not client.is_open()
+    assert client.whole == []
+    assert client.is_quiet
+    client.lanes.tend(when_due(client))
+    assert fake.accept(client) == HELLO
 
 
 def test_a_message_that_is_not_taken_in_costs_the_connection(fake: Fake, told: Client) -> None:
@@ -1199,13 +1204,7 @@ def test_a_message_that_is_not_taken_in_costs_the_connection(fake: Fake, told: C
     until(lambda: waiting(told) > 0)
     for _arrival in told.lanes.read(256):
         break
-    assert not told.lanes.drained
-    told.turn()
-    assert not told.is_open()
-    assert told.arrived == []
-    assert told.is_quiet
-    told.lanes.tend(when_due(told))
-    assert fake.accept(told) == HELLO
+    assert_connects_again(told, fake)
 
 
 def test_a_message_that_was_not_taken_in_from_a_worker_that_is_gone_costs_nothing(fake: Fake, told: Client) -> None:
