@@ -544,9 +544,8 @@ def _new_plan(form: bytes) -> _Plan:
 
 
 def _vector(buffer: Any, dtype: torch.dtype, shape: tuple[int], _strides: None) -> torch.Tensor:
-    lender = _lender(buffer)
-    if lender is not None:
-        return _of_storage(lender, _CODES[dtype], shape, (dtype.itemsize,))
+    if _lender(buffer) is not None:
+        return _tensor(buffer, _CODES[dtype], shape, None)
     return torch.frombuffer(buffer, dtype=dtype, count=shape[0])
 
 
@@ -660,11 +659,12 @@ def _tensor_parts(tensor: torch.Tensor, code: int) -> tuple[Any, int, tuple[int,
 def _tensor(buffer: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> torch.Tensor:
     lender = _lender(buffer)
     if lender is not None:
-        return _of_storage(lender, code, shape, strides or _c_strides(shape, _TORCH_DTYPES[code].itemsize))
-    array = _array(buffer, _NUMPY_DTYPES[code], shape, strides)
-    tensor = torch.from_numpy(array)
-    if not array.size:
-        tensor = tensor.new_empty(shape)  # numpy has no use for the strides of an empty array, and made them zero
+        tensor = _of_storage(lender, _CARRIERS.get(code, _TORCH_DTYPES[code]), shape, strides)
+    else:
+        array = _array(buffer, _NUMPY_DTYPES[code], shape, strides)
+        tensor = torch.from_numpy(array)
+        if not array.size:
+            tensor = tensor.new_empty(shape)  # numpy has no use for the strides of an empty array, and made them zero
     return tensor.view(_TORCH_DTYPES[code]) if code in _CARRIERS else tensor
 
 
@@ -675,11 +675,11 @@ def _lender(buffer: Any) -> torch.Tensor | None:
     return base if type(base) is torch.Tensor else None
 
 
-def _of_storage(lender: torch.Tensor, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    dtype = _CARRIERS.get(code, _TORCH_DTYPES[code])
-    steps = [stride // dtype.itemsize for stride in strides]
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(lender.untyped_storage(), 0, shape, steps)
-    return tensor.view(_TORCH_DTYPES[code]) if code in _CARRIERS else tensor
+def _of_storage(
+    lender: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> torch.Tensor:
+    steps = [stride // dtype.itemsize for stride in strides or _c_strides(shape, dtype.itemsize)]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(lender.untyped_storage(), 0, shape, steps)
 
 
 def _annotated_tensor(

@@ -9,6 +9,7 @@ streams that have read it are past that. It knows a block by the storage of the 
 ``codec`` makes tensors of that storage, and not of its memory alone.
 """
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -34,12 +35,10 @@ def pin(batch: Any) -> Any:
 
 def allocate(nbytes: int) -> memoryview:
     """A writable buffer that nobody else can reach, not zeroed; page-locked, unless it is small."""
-    if nbytes < recycling.LEAST_BYTES:
-        return buffers.allocate(nbytes)
-    try:
-        return _page_locked(nbytes).numpy().data  # which keeps the tensor
-    except RuntimeError:  # there is no more; ``pin`` will say so, if there still is none then
-        return buffers.allocate(nbytes)
+    if nbytes >= recycling.LEAST_BYTES:
+        with contextlib.suppress(RuntimeError):  # there is no more; ``pin`` will say so, if there still is none then
+            return _page_locked(nbytes).numpy().data  # which keeps the tensor
+    return buffers.allocate(nbytes)
 
 
 def _page_locked(nbytes: int) -> torch.Tensor:

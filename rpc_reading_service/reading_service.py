@@ -311,7 +311,7 @@ class RPCReadingService(CheckpointableReadingServiceInterface):
         self._collectives = graph.Collectives(split.end)
         client.abandoned = graph.Abandoned(split.end, source)
         client.tracks_delivery = graph.is_transparent(split.end, source)
-        self._end = _End(split.end, client, client.tracks_delivery)
+        self._end = _End(split.end, client)
         return self._end
 
     def _pickle(
@@ -489,16 +489,16 @@ class _Delivery:
 class _End(_Delivery, IterDataPipe[Any]):
     """The end of the graph in the training process: counts what the training loop gets.
 
+    If what stays here does not pass the workers' batches on one for one, so that the client tracks no delivery, a saved
+    epoch can only go on by running it again from its start, with the first elements suppressed.
+
     Args:
         datapipe: what stays in the training process
-        one_for_one: whether it passes the workers' batches on one for one; if not, a saved epoch can only go on by
-            running it again from its start, with the first elements suppressed
     """
 
-    def __init__(self, datapipe: DataPipe, client: Client, one_for_one: bool) -> None:
+    def __init__(self, datapipe: DataPipe, client: Client) -> None:
         self.datapipe = datapipe
         self._client = client
-        self._one_for_one = one_for_one
 
     def begin(self, skip: int) -> None:
         """An epoch begins; so many elements at its start are suppressed."""
@@ -508,7 +508,7 @@ class _End(_Delivery, IterDataPipe[Any]):
 
     def position(self) -> tuple[list[int], int, int]:
         """Batches consumed per shard, whose turn it is, and elements to suppress."""
-        if self._one_for_one:
+        if self._client.tracks_delivery:
             return *self._client.position(), 0
         return [0] * self._client.num_workers, 0, max(self._delivered, self._skip)
 

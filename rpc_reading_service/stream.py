@@ -116,7 +116,7 @@ class Packer:
         places = {n: buffer.place for n, buffer in enumerate(all_buffers) if isinstance(buffer, segments.Lent)}
         header = self._header(parcels[0], Batches, [parcel.sizes for parcel in parcels], places)
         body = parcels[0].header if len(parcels) == 1 else b"".join([parcel.header for parcel in parcels])
-        frames = [buffer for buffer in all_buffers if not isinstance(buffer, segments.Lent)]
+        frames = [buffer for number, buffer in enumerate(all_buffers) if number not in places]
         return Packed(self._message(header, body, frames), parcels)
 
     def _message(self, header: Message, body: bytes | None = None, frames: Sequence[Any] = ()) -> list[Piece]:

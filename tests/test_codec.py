@@ -413,13 +413,14 @@ def test_dataclasses_of_every_kind_arrive() -> None:
 def test_a_buffer_below_the_limit_stays_in_the_header() -> None:
     encoded = Encoder().encode(torch.zeros(INLINE_LIMIT - 1, dtype=torch.uint8))
     assert encoded.buffers == []
-    assert len(encoded.header) > INLINE_LIMIT - 1
+    assert bytes_of(encoded) == len(encoded.header) > INLINE_LIMIT - 1
 
 
 def test_a_buffer_at_the_limit_leaves_the_header() -> None:
     encoded = Encoder().encode([torch.zeros(INLINE_LIMIT, dtype=torch.uint8), np.zeros(INLINE_LIMIT, np.uint8)])
     assert [buffer.nbytes for buffer in encoded.buffers] == [INLINE_LIMIT, INLINE_LIMIT]
     assert len(encoded.header) < 300
+    assert bytes_of(encoded) == len(encoded.header) + 2 * INLINE_LIMIT
 
 
 def test_the_buffers_are_flat_writable_views_of_bytes() -> None:
